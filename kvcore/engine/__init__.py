@@ -1,0 +1,7 @@
+"""The engine: what a cache is called, and how it is stored and found again."""
+
+from __future__ import annotations
+
+from kvcore.engine.keys import ChunkKey, ExtraKey, Namespace, chunk_keys
+
+__all__ = ["ChunkKey", "ExtraKey", "Namespace", "chunk_keys"]

@@ -1,0 +1,7 @@
+"""The checked ops, plans, and the way to open a backend."""
+
+from __future__ import annotations
+
+from kvcore.ops.backend import Backend, Plan, candidates, explain, open_backend
+
+__all__ = ["Backend", "Plan", "candidates", "explain", "open_backend"]

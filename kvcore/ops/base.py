@@ -1,0 +1,170 @@
+"""What the checked ops share: resolving an implementation, and turning arguments into what implementations take."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvcore.dtypes import dtype_name
+from kvcore.errors import ConfigError, LayoutError, UnsupportedOpError
+from kvcore.hookspecs import op_names
+from kvcore.hookspecs.markers import capabilities
+from kvcore.plugins.link import Binding, LinkedBackend
+from kvcore.plugins.select import Explanation
+from kvcore.plugins.spec import BackendSpec
+from kvcore.quant import NONFINITE
+from kvcore.runtime import Runtime
+
+__all__ = ["FLOATS", "OpsBase"]
+
+logger = logging.getLogger("kvcore")
+
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+class OpsBase:
+    """A linked backend with its fallback; the families of ops are mixed in on top.
+
+    Parameters
+    ----------
+    linked : LinkedBackend
+    explanation : Explanation
+        How it was selected.
+    fallback : LinkedBackend, optional
+        Serves ops that the backend lacks, on memory that it can address.
+    """
+
+    def __init__(
+        self, linked: LinkedBackend, explanation: Explanation, fallback: LinkedBackend | None = None
+    ) -> None:
+        self._linked = linked
+        self._fallback = fallback
+        self._explanation = explanation
+        self._resolved: dict[tuple[str, Any, str | None], Callable[..., Any]] = {}
+        self.fallback_calls: Counter[str] = Counter()
+        """How often each op ran on the fallback."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return self._linked.spec.name
+
+    @property
+    def spec(self) -> BackendSpec:
+        """What the backend says about itself."""
+        return self._linked.spec
+
+    @property
+    def runtime(self) -> Runtime:
+        """Streams, events, host memory."""
+        return self._linked.runtime
+
+    @property
+    def bindings(self) -> Mapping[str, Binding]:
+        """The backend's own implementations by op; ops it lacks are absent."""
+        return self._linked.bindings
+
+    def explain(self) -> Explanation:
+        """Return every candidate with the reason it was or was not taken."""
+        return self._explanation
+
+    def refusal(self, op: str, *, dtype: object = None, layout: str | None = None) -> str | None:
+        """Return why this backend itself does not do an op, or None if it does.
+
+        Raises
+        ------
+        UnsupportedOpError
+            There is no op of that name.
+        """
+        if op not in op_names():
+            raise UnsupportedOpError(f"there is no op {op!r}; ops are {', '.join(op_names())}")
+        binding = self._linked.bindings.get(op)
+        if binding is None:
+            return f"backend {self.name} has no {op}"
+        name = dtype_name(dtype) if isinstance(dtype, np.dtype) else None if dtype is None else str(dtype)
+        why = capabilities(binding.function).refusal(dtype=name, layout=layout, arch=self.runtime.arch)
+        return f"{op} of backend {self.name} ({binding.implementation}): {why}" if why else None
+
+    def supports(self, op: str, *, dtype: object = None, layout: str | None = None) -> bool:
+        """Tell whether this backend itself does an op for a dtype and layout, without a fallback."""
+        return self.refusal(op, dtype=dtype, layout=layout) is None
+
+    def resolve(self, op: str, dtype: Any = None, layout: str | None = None) -> Callable[..., Any]:
+        """Return the plain function that runs an op for a dtype and layout string; cached.
+
+        Raises
+        ------
+        UnsupportedOpError
+            The backend does not do it, and there is no fallback that does.
+        """
+        key = (op, dtype, layout)
+        function = self._resolved.get(key)
+        if function is None:
+            function = self._resolved[key] = self._bind(op, dtype, layout)
+        return function
+
+    def _bind(self, op: str, dtype: Any, layout: str | None) -> Callable[..., Any]:
+        why = self.refusal(op, dtype=dtype, layout=layout)
+        if why is None:
+            return self._linked.bindings[op].function
+        if self._fallback is None:
+            raise UnsupportedOpError(f"{why}; no fallback is allowed here\n{self._explanation}")
+        if not set(self.spec.device_types) & set(self._fallback.spec.device_types):
+            raise UnsupportedOpError(
+                f"{why}; {self._fallback.spec.name} cannot reach its {'/'.join(self.spec.device_types)} memory: "
+                f"copy to the host with copy_batch and use kvcore.open_backend('{self._fallback.spec.name}')"
+            )
+        binding = self._fallback.bindings[op]
+        logger.warning("%s; it runs on %s instead (KVCORE_STRICT=1 forbids that)", why, self._fallback.spec.name)
+        calls, target = self.fallback_calls, binding.function
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[op] += 1
+            return target(*args, **kwargs)
+
+        return counted
+
+    # --- arguments
+
+    def _in(self, x: Any, what: str, dtypes: tuple[str, ...]) -> Any:
+        """Return an input in the backend's form, of one of some dtypes."""
+        array = self.runtime.array(x)
+        if dtype_name(array.dtype) not in dtypes:
+            raise LayoutError(f"{what} has dtype {array.dtype}; {' or '.join(dtypes)} would fit")
+        return array
+
+    def _out(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+        """Return `out` in the backend's form and as the caller gets it back; allocate it if there is none."""
+        if out is None:
+            fresh = self.runtime.empty(shape, np.dtype(dtype))
+            return fresh, fresh
+        array = self.runtime.array(out)
+        if array.shape != shape or array.dtype != dtype:
+            raise LayoutError(f"{what} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} would fit")
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise LayoutError(f"{what} is read-only")
+        return array, out
+
+
+def check_axes(axes: Any, ndim: int) -> tuple[int, ...]:
+    """Return axes as hookspecs want them: ascending, not negative, at least one."""
+    wanted = (axes,) if isinstance(axes, int) else tuple(axes)
+    resolved = tuple(sorted(a + ndim if a < 0 else a for a in wanted))
+    if not resolved or len(set(resolved)) != len(resolved) or resolved[0] < 0 or resolved[-1] >= ndim:
+        raise LayoutError(f"axes {wanted} are not one or more distinct axes of an array with {ndim} dims")
+    return resolved
+
+
+def kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape with 1 for each of some axes."""
+    return tuple(1 if i in axes else n for i, n in enumerate(shape))
+
+
+def check_nonfinite(policy: str) -> None:
+    """Raise unless a non-finite policy is one of those there are."""
+    if policy not in NONFINITE:
+        raise ConfigError(f"nonfinite={policy!r} is no policy; {', '.join(NONFINITE)} are")

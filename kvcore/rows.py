@@ -1,0 +1,229 @@
+"""`RowLayout`: where every byte of a KV cache or chunk lies, as base addresses and byte strides.
+
+A layout string bound to memory becomes this and nothing else; ops, kernels and backends see only `RowLayout`. A paged
+cache and a dense chunk have one form: a dense chunk is one block whose tokens are all its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kvcore.arrays import ArrayRef, bytes_at
+from kvcore.dtypes import dtype_name
+from kvcore.errors import LayoutError
+
+__all__ = ["RowLayout", "Segment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Parts of a layout that share strides, extents and element type.
+
+    Element ``[part, layer, block, token, head, channel]`` lies at ``bases[part][layer] + block*block_stride +
+    token*token_stride + head*head_stride + channel*dim_stride``. All strides are in bytes and fit int64; extents
+    count elements.
+
+    Parameters
+    ----------
+    parts : tuple of str
+        Names of the parts it holds: ``K`` and ``V``, ``C`` (packed rows), ``X`` (a cache with one nameless part),
+        ``page`` (opaque pages), or the labels of the layout's regions.
+    dtype : numpy.dtype
+    bases : tuple of tuple of int
+        Address by part and layer.
+    block_stride, token_stride, head_stride, dim_stride : int
+    heads, width : int
+        KV heads, and channels of a head (or of a packed row). A unit `dim_stride` (equal to the item size) is the
+        fast path: whole rows move.
+    """
+
+    parts: tuple[str, ...]
+    dtype: np.dtype[Any]
+    bases: tuple[tuple[int, ...], ...]
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    dim_stride: int
+    heads: int
+    width: int
+
+    @property
+    def contiguous_rows(self) -> bool:
+        """Whether the channels of one head are adjacent in memory."""
+        return self.dim_stride == self.dtype.itemsize or self.width == 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLayout:
+    """A layout bound to memory. Made by `Layout.bind` and `LayoutDesc.bind`, never by hand.
+
+    Parameters
+    ----------
+    text : str
+        The layout string it came from.
+    segments : tuple of Segment
+    blocks, block_tokens : int
+        Number of blocks and tokens in each; a dense chunk has one block.
+    layers : int
+    device : str
+    readonly : bool
+    owner : object
+        What keeps the memory alive.
+    paged : bool
+        False for dense chunks (``T`` in the layout string).
+    """
+
+    text: str
+    segments: tuple[Segment, ...]
+    blocks: int
+    block_tokens: int
+    layers: int
+    device: str
+    readonly: bool
+    owner: object
+    paged: bool
+    signature: tuple[Any, ...] = field(init=False)
+    dtypes: str = field(init=False)
+    _write_refusal: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = [(p, dtype_name(s.dtype), s.heads, s.width) for s in self.segments for p in s.parts]
+        # What two layouts must agree on for bytes to move between them; compared on every checked call.
+        object.__setattr__(self, "signature", (self.layers, tuple(sorted(rows))))
+        object.__setattr__(self, "dtypes", "/".join(dict.fromkeys(r[1] for r in rows)))
+        object.__setattr__(self, "_write_refusal", self._why_not_writable())
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of all parts, in stored order."""
+        return tuple(p for s in self.segments for p in s.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit: slots of a paged cache, tokens of a dense chunk."""
+        return self.blocks * self.block_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that the layout addresses, padding left out."""
+        per_token = sum(len(s.parts) * s.heads * s.width * s.dtype.itemsize for s in self.segments)
+        return per_token * self.tokens * self.layers
+
+    def planes(self) -> Iterator[tuple[str, int]]:
+        """Yield (part, layer) in stored order: layer 0's parts, then layer 1's, ..."""
+        for layer in range(self.layers):
+            for part in self.parts:
+                yield part, layer
+
+    def segment(self, part: str) -> tuple[Segment, int]:
+        """Return the segment that holds a part, and the part's index in it.
+
+        Raises
+        ------
+        LayoutError
+            There is no such part.
+        """
+        for candidate in self.segments:
+            if part in candidate.parts:
+                return candidate, candidate.parts.index(part)
+        raise LayoutError(f"{self.text} has no part {part!r}; it has {', '.join(self.parts)}")
+
+    def bytes_view(self, part: str, layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return one part of one layer as uint8 ``[blocks, block_tokens, heads, width, itemsize]``, host memory only.
+
+        This is the definition of what a `RowLayout` addresses; kernels compute the same addresses themselves.
+        """
+        s, i = self.segment(part)
+        ref = ArrayRef(s.bases[i][layer], (), (), s.dtype, self.device, self.readonly, self.owner)
+        shape = (self.blocks, self.block_tokens, s.heads, s.width)
+        strides = (s.block_stride, s.token_stride, s.head_stride, s.dim_stride)
+        return bytes_at(ref, shape, strides, ref.address)
+
+    def array(self, part: str, layer: int) -> np.ndarray[Any, Any]:
+        """Return one part of one layer as ``[blocks, block_tokens, heads, width]`` of its dtype, host memory only."""
+        return self.bytes_view(part, layer).view(self.segment(part)[0].dtype)[..., 0]
+
+    def select(
+        self,
+        *,
+        layers: tuple[int, int] | None = None,
+        heads: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | None = None,
+    ) -> RowLayout:
+        """Return the same memory narrowed to half-open ranges of layers, KV heads, or (dense chunks) tokens.
+
+        Raises
+        ------
+        LayoutError
+            A range that does not lie within the layout, or tokens of a paged cache.
+        """
+        first, last = _range("layers", layers, self.layers)
+        if tokens is not None and self.paged:
+            raise LayoutError(f"{self.text} is paged: its tokens are chosen by slots, not by a range")
+        start, stop = _range("tokens", tokens, self.block_tokens)
+        narrowed = []
+        for s in self.segments:
+            low, high = _range("heads", heads, s.heads)
+            shift = low * s.head_stride + start * s.token_stride
+            bases = tuple(tuple(b + shift for b in row[first:last]) for row in s.bases)
+            narrowed.append(replace(s, bases=bases, heads=high - low))
+        return RowLayout(
+            self.text,
+            tuple(narrowed),
+            self.blocks,
+            stop - start,
+            last - first,
+            self.device,
+            self.readonly,
+            self.owner,
+            self.paged,
+        )
+
+    def check_writable(self) -> None:
+        """Raise `LayoutError` unless every element has its own, writable bytes."""
+        if self._write_refusal is not None:
+            raise LayoutError(f"{self.text}: {self._write_refusal}")
+
+    def _why_not_writable(self) -> str | None:
+        if self.readonly:
+            return "the memory is read-only and cannot be written"
+        for s in self.segments:
+            dims = sorted(
+                (abs(stride), extent)
+                for stride, extent in (
+                    (s.block_stride, self.blocks),
+                    (s.token_stride, self.block_tokens),
+                    (s.head_stride, s.heads),
+                    (s.dim_stride, s.width),
+                )
+                if extent > 1
+            )
+            span = s.dtype.itemsize
+            for stride, extent in dims:
+                if stride < span:
+                    return (
+                        f"elements of part {'/'.join(s.parts)} share bytes (a stride of {stride} B over elements "
+                        f"that span {span} B); writing needs memory without broadcasting"
+                    )
+                span = stride * (extent - 1) + span
+        return None
+
+    def __repr__(self) -> str:
+        size = f"{self.blocks}x{self.block_tokens}" if self.paged else f"{self.block_tokens}"
+        rows = ", ".join(
+            f"{'/'.join(s.parts)}[{s.heads}x{s.width}] {dtype_name(s.dtype)}" for s in self.segments
+        )
+        return f"RowLayout({self.text!r}, {self.layers} layers, {size} tokens, {rows}, {self.device})"
+
+
+def _range(what: str, wanted: tuple[int, int] | None, extent: int) -> tuple[int, int]:
+    if wanted is None:
+        return 0, extent
+    start, stop = wanted
+    if not 0 <= start <= stop <= extent:
+        raise LayoutError(f"{what} {start}:{stop} do not lie within 0:{extent}")
+    return start, stop

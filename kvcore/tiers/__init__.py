@@ -1,0 +1,1 @@
+"""Tiers: where chunks are kept."""
