@@ -137,7 +137,7 @@ def bytes_at(
     high = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if s > 0) + item
     raw = (ctypes.c_uint8 * (high - low)).from_address(address + low)
     raw._kvcore_owner = ref.owner  # type: ignore[attr-defined]  # the view's base: frees nothing before the view dies
-    view = np.ndarray((*shape, item), np.uint8, buffer=raw, offset=-low, strides=(*strides, 1))
+    view = np.ndarray((*shape, item), np.uint8, buffer=memoryview(raw), offset=-low, strides=(*strides, 1))
     if ref.readonly:
         view.flags.writeable = False
     return view

@@ -45,7 +45,9 @@ class _Binder:
         known = 2 if axis == "K" else self.extents.get(axis)
         if known is not None and known != extent:
             source = self.sources.get(axis, "the pair K, V" if axis == "K" else "declared")
-            raise self.fail(f"axis {axis} ({AXES[axis]}) has extent {extent} in {where}, but {known} would fit ({source})")
+            raise self.fail(
+                f"axis {axis} ({AXES[axis]}) has extent {extent} in {where}, but {known} would fit ({source})"
+            )
         self.extents[axis] = extent
         self.sources.setdefault(axis, where)
 
@@ -69,8 +71,8 @@ class _Binder:
         for i, child in enumerate(node):
             yield from self.walk(child, depth + 1, (*index, i))
 
-    def read_dims(self, ref: ArrayRef, where: str) -> tuple[dict[str, int], int, int]:
-        """Read the dims before any region; return strides by axis, bytes left in the remaining dims, and their count."""
+    def read_dims(self, ref: ArrayRef, where: str) -> tuple[dict[str, int], int]:
+        """Read the dims before any region; return strides by axis and the bytes of the remaining dims."""
         dims = [d for d in self.layout.dims if d not in "[*"]
         open_ended = len(dims) < len(self.layout.dims)
         if len(ref.shape) < len(dims) + open_ended or (len(ref.shape) > len(dims) and not open_ended):
@@ -90,11 +92,11 @@ class _Binder:
         for extent, stride in zip(reversed(ref.shape[len(dims) :]), reversed(ref.strides[len(dims) :]), strict=True):
             if extent > 1 and stride != step:
                 raise self.fail(
-                    f"the dims {ref.shape[len(dims):]} of {where} that regions share must be contiguous, "
-                    f"but have strides {ref.strides[len(dims):]} B"
+                    f"the dims {ref.shape[len(dims) :]} of {where} that regions share must be contiguous, "
+                    f"but have strides {ref.strides[len(dims) :]} B"
                 )
             rest, step = rest * extent, step * extent
-        return strides, rest * ref.dtype.itemsize if open_ended else 0, len(dims)
+        return strides, rest * ref.dtype.itemsize if open_ended else 0
 
     def split(self, axes: str, extent: int, stride: int, where: str) -> Iterator[tuple[str, int]]:
         """Take a fused dim apart; at most one of its extents may be left open."""
@@ -102,7 +104,9 @@ class _Binder:
         missing = [a for a in axes if known[a] is None]
         if len(missing) > 1:
             names = " and ".join(f"{a} ({AXES[a]})" for a in missing)
-            raise self.fail(f"({axes}) of extent {extent} in {where} leaves {names} open; declare one, as in {missing[-1]}=16")
+            raise self.fail(
+                f"({axes}) of extent {extent} in {where} leaves {names} open; declare one, as in {missing[-1]}=16"
+            )
         product = math.prod(n for n in known.values() if n is not None)
         if product == 0 or extent % product or (not missing and extent != product):
             parts = " x ".join(f"{a}={known[a] if known[a] is not None else '?'}" for a in axes)
@@ -139,7 +143,7 @@ class _Binder:
         """Yield (part, layer, plane) for every part and layer that one tensor holds."""
         layout = self.layout
         where = f"tensor {list(index)}" if index else "the tensor"
-        strides, rest, _ = self.read_dims(ref, where)
+        strides, rest = self.read_dims(ref, where)
         at = dict(zip(layout.list_axes, index, strict=True))
         layers = [at["L"]] if "L" in at else list(range(self.extents.get("L", 1)))
         for layer in layers:
@@ -160,7 +164,7 @@ class _Binder:
                     plane = _Plane(self.part_dtype(part, ref.dtype, sized=False), side_base, strides, {})
                     if plane.dtype.itemsize != ref.dtype.itemsize:
                         raise self.fail(
-                            f"part {part} is declared {dtype_name(plane.dtype)} ({plane.dtype.itemsize} B), but {where} "
+                            f"part {part} is declared {dtype_name(plane.dtype)} ({plane.dtype.itemsize} B), {where} "
                             f"holds {dtype_name(ref.dtype)} ({ref.dtype.itemsize} B) elements"
                         )
                 yield part, layer, plane
@@ -173,13 +177,15 @@ class _Binder:
 def bind(layout: Layout, tensors: Any, dtypes: Mapping[str, object]) -> RowLayout:
     """Implement `Layout.bind`."""
     unknown = set(dtypes) - set(layout.parts)
-    binder = _Binder(layout, dtypes, {a: n for a, n in layout.extents.items()})
+    binder = _Binder(layout, dtypes, dict(layout.extents))
     if unknown:
         raise binder.fail(f"dtypes name {', '.join(sorted(unknown))}, but its parts are {', '.join(layout.parts)}")
     found = list(binder.walk(tensors, 0, ()))
     devices = sorted({ref.device for _, ref in found})
     if len(devices) > 1:
-        raise binder.fail(f"its tensors lie on several devices: {', '.join(devices)}; bind each device's share by itself")
+        raise binder.fail(
+            f"its tensors lie on several devices: {', '.join(devices)}; bind each device's share by itself"
+        )
     planes: dict[str, dict[int, _Plane]] = {part: {} for part in layout.parts}
     for index, ref in found:
         for part, layer, plane in binder.planes_of(index, ref):
@@ -215,7 +221,8 @@ def _merge(layout: Layout, binder: _Binder, planes: dict[str, dict[int, _Plane]]
         block, token, head, dim, heads, width, name = first
         last = segments[-1] if segments else None
         if last is not None and (
-            (last.block_stride, last.token_stride, last.head_stride, last.dim_stride, last.heads, last.width) == first[:6]
+            (last.block_stride, last.token_stride, last.head_stride, last.dim_stride, last.heads, last.width)
+            == first[:6]
             and dtype_name(last.dtype) == name
         ):
             segments[-1] = Segment((*last.parts, part), last.dtype, (*last.bases, bases), *first[:6])

@@ -76,15 +76,17 @@ class CacheGroup:
             if value is not None and value < 1:
                 raise LayoutError(f"{name} must be positive, got {value}")
         if set(self.dtypes) != set(self.layout.parts):
-            raise LayoutError(f"{self.layout}: dtypes for {sorted(self.dtypes)}, its parts are {list(self.layout.parts)}")
+            raise LayoutError(
+                f"{self.layout}: dtypes for {sorted(self.dtypes)}, its parts are {list(self.layout.parts)}"
+            )
         object.__setattr__(self, "dtypes", {p: to_dtype(d) for p, d in self.dtypes.items()})
         for part, scale in self.scales.items():
             if part not in self.dtypes:
                 raise LayoutError(f"scales for part {part!r}, but the parts are {', '.join(self.layout.parts)}")
             if scale.dtype != np.float32 or scale.ndim not in (1, 2) or scale.shape[0] != len(self.layers):
                 raise LayoutError(
-                    f"scales of {part} must be float32 [{len(self.layers)}] (per tensor) or [{len(self.layers)}, heads] "
-                    f"(per head), got {scale.dtype} {list(scale.shape)}"
+                    f"scales of {part} must be float32 [{len(self.layers)}] (per tensor) or "
+                    f"[{len(self.layers)}, heads] (per head), got {scale.dtype} {list(scale.shape)}"
                 )
 
     def bind(self, tensors: Any) -> RowLayout:
@@ -103,7 +105,8 @@ class CacheGroup:
             segment, _ = rows.segment(part)
             if segment.dtype != self.dtypes[part]:
                 raise LayoutError(
-                    f"{self.layout}: part {part} holds {dtype_name(segment.dtype)}, declared {dtype_name(self.dtypes[part])}"
+                    f"{self.layout}: part {part} holds {dtype_name(segment.dtype)}, "
+                    f"declared {dtype_name(self.dtypes[part])}"
                 )
             scale = self.scales.get(part)
             if scale is not None and scale.ndim == 2 and scale.shape[1] != segment.heads:
@@ -112,7 +115,9 @@ class CacheGroup:
         if self.layout.opaque:
             per_token = -(-per_token // (self.logical_tokens or self.block_tokens))
         if per_token != self.bytes_per_token:
-            raise LayoutError(f"{self.layout}: {per_token} B per token in the tensors, {self.bytes_per_token} B declared")
+            raise LayoutError(
+                f"{self.layout}: {per_token} B per token in the tensors, {self.bytes_per_token} B declared"
+            )
         return rows
 
 

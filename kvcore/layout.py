@@ -27,9 +27,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from kvcore.arrays import ArrayRef
 from kvcore.errors import LayoutError
 from kvcore.rows import RowLayout, Segment
 
@@ -121,7 +118,7 @@ class Layout:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What a token has in a layer: K and V, the labels of regions, C, ``page`` (of ``*``), or X if it has no name."""
+        """What a token has in a layer: K and V, regions by label, C, ``page`` (for ``*``), or X if nameless."""
         if self.regions:
             return tuple(r.label for r in self.regions)
         if "K" in self.axes:
@@ -157,7 +154,7 @@ class Layout:
             if ("T" in seen) == ("B" in seen):
                 fail(f"tokens are either paged (B and N) or dense (T){where}, one of the two")
             if sized and widths:
-                fail(f"region {region.label if region else ''} has a size in bytes and a width axis {widths[0]}; give one")
+                fail(f"region {region.label if region else ''} has a size in bytes and a width {widths[0]}; give one")
             if not sized and len(widths) != 1:
                 fail(f"one axis must be the row's width (D, E for V, or C){where}, got {widths or 'none'}")
             if "C" in seen and set(seen) & set("HK"):
@@ -175,9 +172,7 @@ class Layout:
         if self.extents.get("K", 2) != 2:
             fail(f"the K axis is the pair K, V: its extent is 2, not {self.extents['K']}")
 
-    def bind(
-        self, tensors: Any, *, dtypes: Mapping[str, object] | None = None, **extents: int
-    ) -> RowLayout:
+    def bind(self, tensors: Any, *, dtypes: Mapping[str, object] | None = None, **extents: int) -> RowLayout:
         """Bind to memory: read extents and strides from the tensors, check them, return the addresses.
 
         Parameters
@@ -213,7 +208,9 @@ def _parse(text: str) -> tuple[str, tuple[str, ...], tuple[Region, ...]]:
     while position < len(tail):
         match = _TOKEN.match(tail, position)
         if match is None:
-            raise LayoutError(f"layout {text!r}: cannot read {tail[position:]!r} at position {len(head + bar) + position}")
+            raise LayoutError(
+                f"layout {text!r}: cannot read {tail[position:]!r} at position {len(head + bar) + position}"
+            )
         if regions or dims[-1:] == ["*"]:
             raise LayoutError(f"layout {text!r}: nothing comes after {dims[-1]!r}... it takes all remaining dims")
         position = match.end()
@@ -234,12 +231,12 @@ def _parse(text: str) -> tuple[str, tuple[str, ...], tuple[Region, ...]]:
 def _parse_region(text: str, part: str) -> Region:
     match = _REGION.fullmatch(part.strip())
     if match is None:
-        raise LayoutError(f"layout {text!r}: a region is LABEL:AXES or LABEL:AXES<bytes>, as in K:DN or v:N128, got {part!r}")
+        raise LayoutError(
+            f"layout {text!r}: a region is LABEL:AXES or LABEL:AXES<bytes>, as in K:DN or v:N128, got {part!r}"
+        )
     return Region(match["label"], match["axes"], int(match["bytes"]) if match["bytes"] else None)
 
 
 def width_of(part_axes: str) -> str:
     """Return the axis of a part that is its row's width: D, E, C, or '' for sizes in bytes."""
     return next((a for a in part_axes if a in _WIDTHS), "")
-
-

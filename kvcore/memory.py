@@ -7,6 +7,7 @@ because the pool has moved on to another generation.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class LayoutDesc:
         layout = self.layout
         if layout.paged or layout.list_axes:
             raise LayoutError(f"{layout} describes no dense chunk: those are one tensor, with T instead of B and N")
+        if layout.opaque:
+            raise LayoutError(f"{layout}: a chunk of opaque pages names their size, as in 'L[page:T4096]'")
         missing = sorted({a for p in layout.parts for a in layout.part_axes(p)} - set(layout.extents) - {"K"})
         if missing:
             raise LayoutError(f"{layout}: a chunk needs every extent; {', '.join(missing)} not declared")
@@ -139,8 +142,10 @@ class LayoutDesc:
         shape = [2 if d == "K" else 1 if d == "1" else layout.extents[d] for d in layout.dims if d not in "[*"]
         if not layout.regions:
             return tuple(shape), next(iter(self.dtypes.values()))
-        shared = [layout.extents[a] for a in layout.axes if a not in "LK"]
-        inner = [self.part_nbytes(p) // int(np.prod(shared, dtype=np.int64)) for p in layout.parts]
+        inner = [
+            math.prod((r.nbytes or self.dtypes[r.label].itemsize, *(layout.extents[a] for a in r.axes)))
+            for r in layout.regions
+        ]
         return (*shape, sum(inner)), np.dtype(np.uint8)
 
 
@@ -306,7 +311,7 @@ class MemoryObj:
 
     def view(self) -> memoryview:
         """Return the used bytes as a plain memoryview of format ``B``."""
-        return memoryview(self.bytes())
+        return self.bytes().data
 
     def rows(self, group: int = 0) -> RowLayout:
         """Return the chunk of a group as a `RowLayout`, for gather, scatter and convert.
@@ -340,7 +345,9 @@ class MemoryObj:
         self._pool._check(self.generation)
         if self.descs and nbytes != self.nbytes:
             held = ", ".join(f"{d.layout} {'/'.join(map(dtype_name, set(d.dtypes.values())))}" for d in self.descs)
-            raise LeaseError(f"an object of typed chunks ({held}) has {self.nbytes} B and cannot be narrowed to {nbytes} B")
+            raise LeaseError(
+                f"an object of typed chunks ({held}) has {self.nbytes} B and cannot be narrowed to {nbytes} B"
+            )
         if not 0 <= nbytes <= self.used_size:
             raise LeaseError(f"cannot narrow an object of {self.used_size} used bytes to {nbytes} B")
         self._used.append(nbytes)

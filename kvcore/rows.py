@@ -214,9 +214,7 @@ class RowLayout:
 
     def __repr__(self) -> str:
         size = f"{self.blocks}x{self.block_tokens}" if self.paged else f"{self.block_tokens}"
-        rows = ", ".join(
-            f"{'/'.join(s.parts)}[{s.heads}x{s.width}] {dtype_name(s.dtype)}" for s in self.segments
-        )
+        rows = ", ".join(f"{'/'.join(s.parts)}[{s.heads}x{s.width}] {dtype_name(s.dtype)}" for s in self.segments)
         return f"RowLayout({self.text!r}, {self.layers} layers, {size} tokens, {rows}, {self.device})"
 
 

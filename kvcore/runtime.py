@@ -11,7 +11,6 @@ import mmap
 import os
 import resource
 import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from kvcore.errors import LeaseError, OutOfMemoryError, UnsupportedOpError
 __all__ = ["HostBuffer", "HostRuntime", "Runtime", "SharedName"]
 
 HUGEPAGE_BYTES = 2 << 20
+_SHARED_FOLDER = "/dev/shm"  # noqa: S108  # where Linux keeps named shared memory; names are created O_EXCL
 
 
 @dataclass(slots=True, eq=False)
@@ -235,7 +235,9 @@ class HostRuntime:
                 granted["hugepages"] = "yes"
                 return mapping, None
             except OSError as error:
-                granted["hugepages"] = f"no: {size // HUGEPAGE_BYTES} pages of 2 MiB: {error.strerror} (vm.nr_hugepages)"
+                granted["hugepages"] = (
+                    f"no: {size // HUGEPAGE_BYTES} pages of 2 MiB: {error.strerror} (vm.nr_hugepages)"
+                )
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None
 
     def register_host(self, array: Any) -> np.ndarray[Any, Any]:
@@ -279,7 +281,7 @@ def unique_shared_name(prefix: str = "kvcore") -> str:
 def _shared_path(name: str) -> str:
     if not name or "/" in name or name.startswith("."):
         raise UnsupportedOpError(f"shared memory name {name!r}: a plain name without '/' is needed")
-    return f"/dev/shm/{name}" if sys.platform == "linux" else f"/tmp/{name}"
+    return os.path.join(_SHARED_FOLDER, name)
 
 
 def _mlock(array: np.ndarray[Any, np.dtype[np.uint8]]) -> str:

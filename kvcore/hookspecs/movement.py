@@ -107,9 +107,7 @@ def kvcore_op_scatter_paged(
 
 
 @hookspec(firstresult=True)
-def kvcore_op_convert_layout(
-    src: RowLayout, *, out: RowLayout, stream: Any = None, workspace: Any = None
-) -> Any:
+def kvcore_op_convert_layout(src: RowLayout, *, out: RowLayout, stream: Any = None, workspace: Any = None) -> Any:
     """Copy one dense chunk into another dense layout, byte for byte.
 
     Parts are matched by name, then element ``[layer, token, head, channel]`` goes to the element of the same index.

@@ -21,7 +21,7 @@ def kvcore_op_quantize(
     stream: Any = None,
     workspace: Any = None,
 ) -> Any:
-    """Quantise values, group by group; the elements that differ only along ``spec.axes`` share a scale.
+    r"""Quantise values, group by group; the elements that differ only along ``spec.axes`` share a scale.
 
     All arithmetic is fp32, each operation rounded once. For each group, with ``fl(1/q)`` the correctly rounded
     reciprocal of a constant:
@@ -68,9 +68,7 @@ def kvcore_op_quantize(
 
 
 @hookspec(firstresult=True)
-def kvcore_op_dequantize(
-    q: Quantized, *, spec: QuantSpec, out: Any, stream: Any = None, workspace: Any = None
-) -> Any:
+def kvcore_op_dequantize(q: Quantized, *, spec: QuantSpec, out: Any, stream: Any = None, workspace: Any = None) -> Any:
     """Turn codes back into values: one fp32 multiply, rounded once more to the output's dtype.
 
     ``int``: ``code*scale``; ``affine``: ``(code - zero)*scale``; ``fp8``: ``value(code)*scale``; ``codebook``:

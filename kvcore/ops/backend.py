@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-
-
 from typing import Any
 
 from kvcore.arrays import ArrayRef
@@ -170,5 +168,3 @@ def _choose(
     named_by = "the argument" if name else "KVCORE_BACKEND"
     device_type = device.partition(":")[0] if isinstance(device, str) else ArrayRef.of(device).device_type
     return select(everything, name=name or settings.backend or None, named_by=named_by, device_type=device_type)
-
-

@@ -38,9 +38,7 @@ class OpsBase:
         Serves ops that the backend lacks, on memory that it can address.
     """
 
-    def __init__(
-        self, linked: LinkedBackend, explanation: Explanation, fallback: LinkedBackend | None = None
-    ) -> None:
+    def __init__(self, linked: LinkedBackend, explanation: Explanation, fallback: LinkedBackend | None = None) -> None:
         self._linked = linked
         self._fallback = fallback
         self._explanation = explanation

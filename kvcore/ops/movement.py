@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +49,7 @@ class MovementOps(OpsBase):
         for chunk in chunks:
             chunk.check_writable()
         _check_paged(src, chunks, positions, unit, skip_tokens)
-        function(
-            src, positions, unit=unit, skip_tokens=skip_tokens, out=chunks, stream=stream, workspace=workspace
-        )
+        function(src, positions, unit=unit, skip_tokens=skip_tokens, out=chunks, stream=stream, workspace=workspace)
         return out
 
     def scatter_paged(
@@ -89,9 +87,7 @@ class MovementOps(OpsBase):
         )
         return out
 
-    def convert_layout(
-        self, src: RowLayout, *, out: RowLayout, stream: Any = None, workspace: Any = None
-    ) -> RowLayout:
+    def convert_layout(self, src: RowLayout, *, out: RowLayout, stream: Any = None, workspace: Any = None) -> RowLayout:
         """Copy a dense chunk into another dense layout; see `kvcore.hookspecs.movement`.
 
         Raises
@@ -188,9 +184,7 @@ def _check_same(a: RowLayout, b: RowLayout) -> None:
         raise LayoutError(f"one layout is on {a.device}, the other on {b.device}; move one with copy_batch")
 
 
-def _check_paged(
-    paged: RowLayout, chunks: Sequence[RowLayout], index: Any, unit: str, skip_tokens: int
-) -> None:
+def _check_paged(paged: RowLayout, chunks: Sequence[RowLayout], index: Any, unit: str, skip_tokens: int) -> None:
     if not paged.paged:
         raise LayoutError(f"{paged!r} is dense; gather and scatter move between a paged cache (B and N) and chunks (T)")
     tokens = 0
@@ -207,14 +201,18 @@ def _check_paged(
     else:
         raise ConfigError(f"unit={unit!r}; an index holds 'slot's or 'block's")
     if index.shape[0] != wanted:
-        raise LayoutError(f"the chunks have {tokens} tokens, so {wanted} {unit}s are needed; {index.shape[0]} were given")
+        raise LayoutError(
+            f"the chunks have {tokens} tokens, so {wanted} {unit}s are needed; {index.shape[0]} were given"
+        )
     if not 0 <= skip_tokens <= tokens:
         raise ConfigError(f"skip_tokens={skip_tokens} of a request of {tokens} tokens")
 
 
 def _check_disjoint(sources: Sequence[Any], targets: Sequence[Any]) -> None:
     """Raise if a target shares bytes with a source or with another target."""
-    spans = [(*_span(x), True, i) for i, x in enumerate(targets)] + [(*_span(x), False, i) for i, x in enumerate(sources)]
+    spans = [(*_span(x), True, i) for i, x in enumerate(targets)] + [
+        (*_span(x), False, i) for i, x in enumerate(sources)
+    ]
     reach, owner = -1, ""
     last_write, last_owner = -1, ""
     for start, stop, write, i in sorted(s for s in spans if s[1] > s[0]):
@@ -229,4 +227,4 @@ def _check_disjoint(sources: Sequence[Any], targets: Sequence[Any]) -> None:
 
 def _span(array: Any) -> tuple[int, int]:
     ref = ArrayRef.of(array)
-    return ref.address, ref.address + cast(int, ref.shape[0])
+    return ref.address, ref.address + ref.shape[0]

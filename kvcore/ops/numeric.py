@@ -14,7 +14,7 @@ from kvcore.quant import Quantized, QuantSpec
 __all__ = ["NumericOps"]
 
 _BYTES = ("uint8", "int8")
-_FLOAT_OUT = {name: dtype for name, dtype in zip(FLOATS, (np.float16, BFLOAT16, np.float32), strict=True)}
+_FLOAT_OUT = dict(zip(FLOATS, (np.float16, BFLOAT16, np.float32), strict=True))
 
 
 class NumericOps(OpsBase):
@@ -57,7 +57,9 @@ class NumericOps(OpsBase):
         function = self.resolve("reduce_moments", array.dtype)
         reduced = self._axes(array, axes)
         power = self._in(exponent, "exponent", ("int32",))
-        if len(power.shape) != len(array.shape) or any(e not in (1, n) for e, n in zip(power.shape, array.shape, strict=True)):
+        if len(power.shape) != len(array.shape) or any(
+            e not in (1, n) for e, n in zip(power.shape, array.shape, strict=True)
+        ):
             raise LayoutError(f"exponent {list(power.shape)} does not broadcast to x {list(array.shape)}, dim by dim")
         native, out = self._out(out, "out", (2, *kept(array.shape, reduced)), np.int64)
         function(array, power, axes=reduced, out=native, stream=stream, workspace=workspace)
@@ -209,9 +211,14 @@ class NumericOps(OpsBase):
         function = self.resolve("shift_rope", array.dtype)
         c, s = self._in(cos, "cos", ("float32",)), self._in(sin, "sin", ("float32",))
         if len(array.shape) < 3 or c.shape != s.shape or len(c.shape) != 2 or c.shape[0] != array.shape[-3]:
-            raise LayoutError(f"keys [..., T, H, D] {list(array.shape)} need cos and sin [T, R], got {list(c.shape)} and {list(s.shape)}")
+            raise LayoutError(
+                f"keys [..., T, H, D] {list(array.shape)} need cos and sin [T, R], "
+                f"got {list(c.shape)} and {list(s.shape)}"
+            )
         if 2 * c.shape[1] > array.shape[-1]:
-            raise LayoutError(f"a table of {c.shape[1]} pairs rotates {2 * c.shape[1]} channels, heads have {array.shape[-1]}")
+            raise LayoutError(
+                f"a table of {c.shape[1]} pairs rotates {2 * c.shape[1]} channels, heads have {array.shape[-1]}"
+            )
         target = array.dtype if out is None else self.runtime.array(out).dtype
         if target not in (array.dtype, np.dtype(np.float32)):
             raise LayoutError(f"shift_rope of {array.dtype} gives {array.dtype} or float32, not {target}")
@@ -227,7 +234,9 @@ class NumericOps(OpsBase):
 
     def _spec_axes(self, array: Any, spec: QuantSpec) -> tuple[int, ...]:
         if spec.axes and spec.axes[-1] >= len(array.shape):
-            raise LayoutError(f"the quantiser shares scales over axes {spec.axes}, x {list(array.shape)} has no such axis")
+            raise LayoutError(
+                f"the quantiser shares scales over axes {spec.axes}, x {list(array.shape)} has no such axis"
+            )
         if any(array.shape[a] == 0 for a in spec.axes):
             raise LayoutError(f"axes {spec.axes} of x {list(array.shape)} are empty; there is nothing to quantise")
         return spec.axes

@@ -74,7 +74,8 @@ def discover(settings: Settings, points: list[EntryPoint] | None = None) -> list
         if name not in found:
             hint = f'pip install "kvcore[{name}]"' if name != "cpu_ref" else "pip install kvcore-cpu-ref"
             found[name] = Candidate(name, "missing", f"{what}: not installed; {hint}")
-    return sorted(found.values(), key=lambda c: (list(KNOWN_BACKENDS).index(c.name) if c.name in KNOWN_BACKENDS else 99, c.name))
+    order = {name: i for i, name in enumerate(KNOWN_BACKENDS)}
+    return sorted(found.values(), key=lambda c: (order.get(c.name, len(order)), c.name))
 
 
 def _load(point: EntryPoint, settings: Settings) -> Candidate:
@@ -84,7 +85,7 @@ def _load(point: EntryPoint, settings: Settings) -> Candidate:
         return Candidate(point.name, "blocked", f"not in KVCORE_PLUGINS={allowed}", distribution=source)
     try:
         spec = point.load()()
-    except Exception as error:  # a plug-in is foreign code: whatever it raises becomes its reason
+    except Exception as error:  # noqa: BLE001  # a plug-in is foreign code: what it raises becomes its reason
         return Candidate(point.name, "broken", f"{point.value} failed to load: {describe(error)}", distribution=source)
     if not isinstance(spec, BackendSpec):
         reason = f"{point.value} returned a {type(spec).__qualname__}, not a kvcore.BackendSpec"

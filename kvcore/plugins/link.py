@@ -78,7 +78,7 @@ def link(spec: BackendSpec, kernels: tuple[tuple[str, str], ...] = ()) -> Linked
         if not by_name:
             continue
         choice = wanted.get(op, wanted.get("*"))
-        if choice in by_name:
+        if choice is not None and choice in by_name:
             bindings[op] = Binding(op, by_name[choice], choice, "chosen by KVCORE_KERNELS")
             continue
         if op in wanted:
@@ -87,7 +87,11 @@ def link(spec: BackendSpec, kernels: tuple[tuple[str, str], ...] = ()) -> Linked
                 f"{', '.join(by_name)}"
             )
         first = next(name for name in order if name in by_name)
-        reason = "the only implementation" if len(by_name) == 1 else f"first of {', '.join(n for n in order if n in by_name)}"
+        reason = (
+            "the only implementation"
+            if len(by_name) == 1
+            else f"first of {', '.join(n for n in order if n in by_name)}"
+        )
         if choice is not None:
             reason += f" (there is no {choice} implementation of it)"
         bindings[op] = Binding(op, by_name[first], first, reason)
@@ -138,4 +142,6 @@ def _check_wanted(spec: BackendSpec, wanted: Mapping[str, str]) -> None:
             raise ConfigError(f"KVCORE_KERNELS names {op!r}, which is no op; ops are {', '.join(op_specs())}")
         if op != "*" and implementation not in spec.implementations:
             known = ", ".join(spec.implementations) or "none"
-            raise ConfigError(f"KVCORE_KERNELS: backend {spec.name} has no implementation {implementation!r}; it has {known}")
+            raise ConfigError(
+                f"KVCORE_KERNELS: backend {spec.name} has no implementation {implementation!r}; it has {known}"
+            )

@@ -16,10 +16,8 @@ def probe(candidate: Candidate) -> Candidate:
         return candidate
     try:
         answer = candidate.spec.probe()
-    except Exception as error:  # foreign code again: the failure is the answer, and it is shown
+    except Exception as error:  # noqa: BLE001  # foreign code: the failure is the answer, and it is shown
         answer = Probe(False, f"its probe failed: {describe(error)}")
     if not isinstance(answer, Probe):
         answer = Probe(False, f"its probe returned a {type(answer).__qualname__}, not a kvcore.Probe")
-    return replace(
-        candidate, status="usable" if answer.usable else "unusable", reason=answer.reason, probe=answer
-    )
+    return replace(candidate, status="usable" if answer.usable else "unusable", reason=answer.reason, probe=answer)

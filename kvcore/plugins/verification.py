@@ -27,7 +27,7 @@ _SOURCES = frozenset({".py", ".hpp", ".h", ".cpp", ".cu", ".hip", ".cl"})
 
 @dataclass(frozen=True, slots=True)
 class OpStatus:
-    """One op of one backend: ``executed`` by the suite on this kind of machine, ``compiled``, ``not-run`` or ``missing``."""
+    """One op of one backend: ``executed`` (on this kind of machine), ``compiled``, ``not-run`` or ``missing``."""
 
     op: str
     backend: str

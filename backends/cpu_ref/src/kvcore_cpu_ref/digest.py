@@ -39,7 +39,7 @@ def digest_bytes(buffer: npt.NDArray[np.uint8]) -> np.uint64:
     golden = np.uint64(GOLDEN)
     blocks = mix((mix(low + golden * (2 * index + 1)) ^ high) + golden * (2 * index + 2))
     length = mix(np.array([buffer.size], np.uint64) ^ np.uint64(0xD6E8FEB86659FD93))
-    return np.add.reduce(np.concatenate([blocks, length]), dtype=np.uint64)
+    return np.uint64(np.add.reduce(np.concatenate([blocks, length]), dtype=np.uint64))
 
 
 def mix(z: Words) -> Words:

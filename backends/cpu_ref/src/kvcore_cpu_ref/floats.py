@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvcore.dtypes import finite_max
 from kvcore.errors import QuantizationError
 
-__all__ = ["Float32", "NAN32", "apply_policy", "narrow", "widen"]
+__all__ = ["NAN32", "Float32", "apply_policy", "narrow", "widen"]
 
 Float32 = npt.NDArray[np.float32]
 NAN32 = np.array(0x7FC00000, np.uint32).view(np.float32)
@@ -40,7 +40,7 @@ def apply_policy(x: npt.NDArray[Any], nonfinite: str, what: str = "x") -> Float3
     if nonfinite == "error":
         position = tuple(int(i) for i in np.argwhere(~finite)[0])
         raise QuantizationError(
-            f"{what}{list(position)} is {values[position]}; nonfinite='saturate' would hold it at the largest finite value"
+            f"{what}{list(position)} is {values[position]}; nonfinite='saturate' holds it at the largest finite value"
         )
     limit = np.float32(finite_max(x.dtype))
     return np.where(np.isnan(values), np.float32(0), np.clip(values, -limit, limit)).astype(np.float32)

@@ -62,9 +62,7 @@ def kvcore_op_scatter_paged(
 
 
 @hookimpl
-def kvcore_op_convert_layout(
-    src: RowLayout, *, out: RowLayout, stream: Any = None, workspace: Any = None
-) -> Any:
+def kvcore_op_convert_layout(src: RowLayout, *, out: RowLayout, stream: Any = None, workspace: Any = None) -> Any:
     for part, layer in src.planes():
         out.bytes_view(part, layer)[...] = src.bytes_view(part, layer)
     return out
@@ -110,7 +108,9 @@ def _refuse_duplicates(slots: Index) -> None:
     same = np.flatnonzero((np.diff(slots[order]) == 0) & (slots[order][1:] >= 0))
     if same.size:
         first, second = int(order[same[0]]), int(order[same[0] + 1])
-        raise SlotError(f"tokens {first} and {second} have one target, slot {int(slots[first])}; each slot takes one token")
+        raise SlotError(
+            f"tokens {first} and {second} have one target, slot {int(slots[first])}; each slot takes one token"
+        )
 
 
 def _moves(

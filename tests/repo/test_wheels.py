@@ -1,0 +1,131 @@
+"""The built wheels, alone, in a clean environment. Needs dist/: `make test-wheels` builds it first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+
+import pytest
+
+import kvcore
+
+pytestmark = pytest.mark.wheels
+
+BACKENDS = {"cpu_ref", "cpu", "cuda", "rocm", "xpu"}
+DISTRIBUTIONS = {"kvcore", "kvcore_conformance"} | {f"kvcore_{name}" for name in BACKENDS}
+
+
+@pytest.fixture(scope="module")
+def wheels(root):
+    """Return distribution -> its wheel."""
+    found = {path.name.split("-")[0]: path for path in (root / "dist").glob(f"*-{kvcore.__version__}-*.whl")}
+    assert set(found) == DISTRIBUTIONS
+    return found
+
+
+class Environment:
+    """A virtual environment of which the checkout knows nothing, nor it of the checkout."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        venv.create(folder / "venv", with_pip=True)
+        self.bin = folder / "venv" / "bin"
+        dropped = ("PYTHON", "KVCORE_", "VIRTUAL_ENV")
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+    def run(self, program, *arguments, check=True):
+        command = [str(self.bin / program), *map(str, arguments)]
+        where = {"cwd": self.folder, "env": self.environ, "timeout": 170}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **where)
+        assert done.returncode == 0 or not check, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def install(self, *arguments):
+        self.run("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+
+    def modules(self, code):
+        done = self.run("python", "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))")
+        return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.fixture(scope="module")
+def core_alone(wheels, tmp_path_factory):
+    environment = Environment(tmp_path_factory.mktemp("core"))
+    environment.install(wheels["kvcore"])
+    return environment
+
+
+@pytest.fixture(scope="module")
+def everything(wheels, tmp_path_factory):
+    environment = Environment(tmp_path_factory.mktemp("everything"))
+    environment.install(*wheels.values())
+    return environment
+
+
+def backends(environment):
+    """Return backend -> what `kvcore doctor --json` says about it, wherever the object puts the list."""
+    report = json.loads(environment.run("kvcore", "doctor", "--json").stdout)
+    rows = report["backends"] if isinstance(report, dict) else report
+    return {row.get("name", row.get("backend")): row for row in rows}
+
+
+def test_doctor_lists_all_backends_with_their_reasons_from_the_core_alone(core_alone):
+    rows = backends(core_alone)
+    assert set(rows) >= BACKENDS
+    for name in BACKENDS:
+        assert rows[name]["usable"] is False
+        package, extra = f"kvcore-{name.replace('_', '-')}", f"kvcore[{name}]"
+        assert package in rows[name]["reason"] or extra in rows[name]["reason"]
+
+
+def test_every_command_works_or_names_what_it_lacks_from_the_core_alone(core_alone):
+    assert core_alone.run("kvcore", "--help").stdout
+    ops = json.loads(core_alone.run("kvcore", "ops", "--json").stdout)
+    assert {row["status"] for row in ops} <= {"executed", "compiled", "not-run", "missing"}
+    demo = core_alone.run("kvcore", "demo", "--json", check=False)
+    assert demo.returncode != 0
+    assert "kvcore[demo]" in demo.stdout + demo.stderr
+    assert "Traceback" not in demo.stdout + demo.stderr
+
+
+def test_the_module_runs_like_the_command(core_alone):
+    as_module = core_alone.run("python", "-m", "kvcore", "doctor", "--json").stdout
+    assert {row["name"] for row in json.loads(as_module)["backends"]} >= BACKENDS
+
+
+def test_the_core_imports_nothing_heavy(core_alone):
+    heavy = {"torch", "triton", "transformers", "pydantic", "rich", "typer"}
+    assert core_alone.modules("import kvcore") & heavy == set()
+
+
+def test_with_all_wheels_each_backend_answers_for_itself(everything):
+    rows = backends(everything)
+    assert rows["cpu_ref"]["usable"] is True
+    for name in BACKENDS - {"cpu_ref"}:
+        assert rows[name]["usable"] is False
+        assert "kernels" in rows[name]["reason"]
+
+
+def test_the_suite_runs_from_its_wheel(everything):
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", "pack_bits", "--pyargs", "kvcore_conformance"]
+    options = ["--kvcore-backend", "cpu_ref", "--kvcore-profile", "quick"]
+    done = everything.run("python", "-m", "pytest", *arguments, *options)
+    assert "passed" in done.stdout
+
+
+def test_wheels_hold_the_package_and_nothing_else(wheels):
+    for distribution, path in wheels.items():
+        names = zipfile.ZipFile(path).namelist()
+        tops = {name.split("/")[0] for name in names}
+        assert {top for top in tops if not top.endswith(".dist-info")} == {distribution}
+        assert f"{distribution}/py.typed" in names
+        assert [name for name in names if "/tests/" in name or name.endswith((".pyc", ".orig"))] == []
+
+
+def test_wheels_are_for_any_python_that_runs_this(wheels):
+    assert sys.version_info >= (3, 10)
+    assert [path.name for path in wheels.values() if not path.name.endswith("-py3-none-any.whl")] == []
