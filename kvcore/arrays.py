@@ -83,7 +83,9 @@ class ArrayRef:
         Raises
         ------
         LayoutError
-            The object is no array, or its element type is none of a KV cache.
+            The object is no array, or DLPack says that it is none of a KV cache.
+        ConfigError
+            Its element type is none of a KV cache.
         """
         if isinstance(array, ArrayRef):
             return array
@@ -119,7 +121,8 @@ class ArrayRef:
         """
         if isinstance(self.owner, np.ndarray) and self.owner.dtype == self.dtype:
             owner = self.owner
-            if owner.shape == self.shape and owner.strides == self.strides:
+            same = (owner.ctypes.data, owner.shape, owner.strides) == (self.address, self.shape, self.strides)
+            if same and owner.flags.writeable != self.readonly:
                 return owner
         return bytes_at(self, self.shape, self.strides, self.address).view(self.dtype)[..., 0]
 

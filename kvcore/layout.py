@@ -159,6 +159,8 @@ class Layout:
                 fail(f"one axis must be the row's width (D, E for V, or C){where}, got {widths or 'none'}")
             if "C" in seen and set(seen) & set("HK"):
                 fail("a packed row (C) has neither heads (H) nor a K/V pair (K)")
+        if self.paged and any("B" not in axes + r.axes for r in self.regions):
+            fail("some regions are paged (B and N) and some dense (T); all are one or the other")
         labels = [r.label for r in self.regions]
         if len(set(labels)) != len(labels):
             fail(f"region labels must differ, got {', '.join(labels)}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcore.arrays import ArrayRef, row_major
 from kvcore.dtypes import dtype_name, to_dtype
-from kvcore.errors import LayoutError, LeaseError, OutOfMemoryError
+from kvcore.errors import ConfigError, LayoutError, LeaseError, OutOfMemoryError
 from kvcore.layout import Layout, RowLayout
 from kvcore.rope import RopeParams
 
@@ -241,6 +241,8 @@ class BufferPool:
 
     def allocate_bytes(self, nbytes: int, meta: KVMeta | None = None) -> MemoryObj:
         """Lease plain bytes, for encoded data whose size is known only as an upper bound."""
+        if nbytes < 0:
+            raise ConfigError(f"a memory object has 0 bytes or more, got {nbytes}")
         return self._lease(nbytes, (), (), (meta or KVMeta(),))
 
     def _lease(

@@ -191,6 +191,9 @@ class RowLayout:
     def _why_not_writable(self) -> str | None:
         if self.readonly:
             return "the memory is read-only and cannot be written"
+        bases = [base for s in self.segments for row in s.bases for base in row]
+        if self.nbytes and len(set(bases)) < len(bases):
+            return "two parts or layers are the same memory; writing needs each to have its own"
         for s in self.segments:
             dims = sorted(
                 (abs(stride), extent)

@@ -154,9 +154,7 @@ class FrameReader:
                     reason="truncated",
                 )
             if self._view[before : entry.start] != _ZEROS[: entry.start - before]:
-                raise CorruptFrameError(
-                    f"the padding before layer {entry.layer} is not zero", reason="digest"
-                )
+                raise CorruptFrameError(f"the padding before layer {entry.layer} is not zero", reason="digest")
         entries = [self.layers[place] for place in places]
         found = self._digest([self._view[entry.start : entry.stop] for entry in entries])
         for entry, value in zip(entries, found, strict=True):
@@ -217,16 +215,12 @@ def _check_identity(
     if groups is None:
         return
     if len(groups) != len(varlen.groups):
-        raise CorruptFrameError(
-            f"the frame has {len(varlen.groups)} groups, expected {len(groups)}", reason="layout"
-        )
+        raise CorruptFrameError(f"the frame has {len(varlen.groups)} groups, expected {len(groups)}", reason="layout")
     for index, (found_group, wanted) in enumerate(zip(varlen.groups, groups, strict=True)):
         for name in (field.name for field in fields(wanted)):
             has, needs = getattr(found_group, name), getattr(wanted, name)
             if has != needs:
-                raise CorruptFrameError(
-                    f"group {index} has {name} {has!r}, expected {needs!r}", reason="layout"
-                )
+                raise CorruptFrameError(f"group {index} has {name} {has!r}, expected {needs!r}", reason="layout")
 
 
 def _check_sizes(header: FrameHeader, varlen: Varlen, layers: Sequence[LayerEntry]) -> None:

@@ -66,9 +66,7 @@ def byte_view(buffer: Buffer) -> memoryview:
     if view.ndim == 1 and view.format == "B" and view.c_contiguous:
         return view
     if not view.c_contiguous:
-        raise LayoutError(
-            f"a frame takes contiguous bytes, got shape {view.shape} with strides {view.strides}"
-        )
+        raise LayoutError(f"a frame takes contiguous bytes, got shape {view.shape} with strides {view.strides}")
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
@@ -151,9 +149,7 @@ class GroupInfo:
         if any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise LayoutError(f"layers of a group must ascend, got {self.layers}")
         if len({part.name for part in self.parts}) != len(self.parts):
-            raise LayoutError(
-                f"parts of a group need different names, got {[part.name for part in self.parts]}"
-            )
+            raise LayoutError(f"parts of a group need different names, got {[part.name for part in self.parts]}")
 
     @property
     def segment_count(self) -> int:

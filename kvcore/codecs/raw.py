@@ -49,9 +49,7 @@ def layer_arrays(group: GroupInfo, layer: memoryview) -> tuple[npt.NDArray[Any],
         The view has another size.
     """
     if layer.nbytes != layer_bytes(group):
-        raise LayoutError(
-            f"a raw layer of this group has {layer_bytes(group)} bytes, the view has {layer.nbytes}"
-        )
+        raise LayoutError(f"a raw layer of this group has {layer_bytes(group)} bytes, the view has {layer.nbytes}")
     arrays, offset = [], 0
     for part in group.parts:
         dtype, head_stride = to_dtype(part.dtype), align(group.rows * part.row_bytes, SEGMENT_ALIGN)

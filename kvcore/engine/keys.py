@@ -92,9 +92,7 @@ class Namespace:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError(
-                "a namespace needs a model id: without one, caches of different models would mix"
-            )
+            raise ConfigError("a namespace needs a model id: without one, caches of different models would mix")
         if self.hash not in HASHES:
             raise ConfigError(f"unknown hash {self.hash!r}; known are {', '.join(HASHES)}")
         if not 1 <= self.chunk_tokens < 2**32:

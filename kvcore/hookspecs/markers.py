@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,10 +40,10 @@ class Capabilities:
     arch: frozenset[str] | None = None
     workspace_bytes: Callable[[Mapping[str, Any]], int] | None = None
 
-    def refusal(self, *, dtype: str | None = None, layout: str | None = None, arch: str | None = None) -> str | None:
+    def refusal(self, *, dtypes: Sequence[str] = (), layout: str | None = None, arch: str | None = None) -> str | None:
         """Return why a request is not supported, or None if it is. What the request leaves open is not judged."""
         for what, asked, known in (
-            ("dtype", dtype, self.dtypes),
+            *(("dtype", dtype, self.dtypes) for dtype in dtypes),
             ("layout", layout, self.layouts),
             ("architecture", arch, self.arch),
         ):

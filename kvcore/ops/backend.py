@@ -11,19 +11,18 @@ from kvcore.errors import ConfigError
 from kvcore.hookspecs import op_specs
 from kvcore.hookspecs.markers import capabilities
 from kvcore.layout import Layout
-from kvcore.ops.base import check_nonfinite
+from kvcore.ops.checks import STATIC_CHECKS
 from kvcore.ops.movement import MovementOps
 from kvcore.ops.numeric import NumericOps
 from kvcore.plugins.discover import Candidate, discover
 from kvcore.plugins.link import LinkedBackend, link
 from kvcore.plugins.probe import probe
 from kvcore.plugins.select import Explanation, select
+from kvcore.plugins.spec import BackendSpec
 from kvcore.rows import RowLayout
 from kvcore.settings import Settings, current
 
 __all__ = ["Backend", "Plan", "candidates", "explain", "open_backend"]
-
-_LAUNCH = ("out", "stream", "workspace")
 
 
 class Plan(functools.partial):  # type: ignore[type-arg]  # partial's parameter is the return type, which ops leave open
@@ -94,17 +93,16 @@ class Backend(MovementOps, NumericOps):
 
 
 def _check_static(op: str, static: dict[str, Any]) -> None:
+    """Hold a plan's keywords to the op: all that it needs, none that it has not, no value that means nothing."""
     parameters = inspect.signature(op_specs()[op]).parameters
-    allowed = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n not in _LAUNCH]
+    allowed = {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n in STATIC_CHECKS}
     for name, value in static.items():
         if name not in allowed:
             raise ConfigError(f"{op} has no static argument {name!r}; it has {', '.join(allowed) or 'none'}")
-        if name == "nonfinite":
-            check_nonfinite(value)
-        elif name == "unit" and value not in ("slot", "block"):
-            raise ConfigError(f"unit={value!r}; an index holds 'slot's or 'block's")
-        elif name == "bits" and not (isinstance(value, int) and 1 <= value <= 8):
-            raise ConfigError(f"bits must be 1 to 8, got {value!r}")
+        STATIC_CHECKS[name](value)
+    missing = [n for n, p in allowed.items() if p.default is p.empty and n not in static]
+    if missing:
+        raise ConfigError(f"a plan of {op} needs {', '.join(missing)}")
 
 
 def candidates(settings: Settings | None = None) -> list[Candidate]:
@@ -154,17 +152,30 @@ def open_backend(
     settings = current()
     everything = candidates(settings) if found is None else found
     spec, explanation = _choose(everything, name, settings, device)
-    reserve: LinkedBackend | None = None
     linked = link(spec, settings.kernels)
-    if fallback == "cpu_ref" and not settings.strict and len(linked.bindings) < len(op_specs()):
-        reference = next((c.spec for c in everything if c.name == "cpu_ref" and c.spec), None)
-        reserve = link(reference) if reference is not None and reference.name != spec.name else None
-    return Backend(linked, explanation, reserve)
+    reserve, why_none = _fallback(everything, spec, fallback, settings)
+    return Backend(linked, explanation, reserve, why_none)
+
+
+def _fallback(
+    everything: list[Candidate], spec: BackendSpec, fallback: str, settings: Settings
+) -> tuple[LinkedBackend | None, str]:
+    """Return the linked reference as fallback, or None and why there is none."""
+    if fallback == "error":
+        return None, "fallback='error' was asked for"
+    if settings.strict:
+        return None, "KVCORE_STRICT=1 forbids fallbacks"
+    if spec.name == "cpu_ref":
+        return None, "it is the last fallback itself"
+    reference = next((c for c in everything if c.name == "cpu_ref"), None)
+    if reference is None or reference.spec is None:
+        return None, f"the fallback cpu_ref is {reference.status}: {reference.reason}" if reference else "no cpu_ref"
+    return link(reference.spec), ""
 
 
 def _choose(
     everything: list[Candidate], name: str | None, settings: Settings, device: object
-) -> tuple[Any, Explanation]:
+) -> tuple[BackendSpec, Explanation]:
     named_by = "the argument" if name else "KVCORE_BACKEND"
     device_type = device.partition(":")[0] if isinstance(device, str) else ArrayRef.of(device).device_type
     return select(everything, name=name or settings.backend or None, named_by=named_by, device_type=device_type)

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.dtypes import dtype_name
-from kvcore.errors import ConfigError, LayoutError, UnsupportedOpError
+from kvcore.dtypes import dtype_name, to_dtype
+from kvcore.errors import LayoutError, UnsupportedOpError
 from kvcore.hookspecs import op_names
 from kvcore.hookspecs.markers import capabilities
 from kvcore.plugins.link import Binding, LinkedBackend
 from kvcore.plugins.select import Explanation
 from kvcore.plugins.spec import BackendSpec
-from kvcore.quant import NONFINITE
 from kvcore.runtime import Runtime
 
 __all__ = ["FLOATS", "OpsBase"]
@@ -36,11 +35,20 @@ class OpsBase:
         How it was selected.
     fallback : LinkedBackend, optional
         Serves ops that the backend lacks, on memory that it can address.
+    no_fallback : str
+        Why there is none, for the error that then follows.
     """
 
-    def __init__(self, linked: LinkedBackend, explanation: Explanation, fallback: LinkedBackend | None = None) -> None:
+    def __init__(
+        self,
+        linked: LinkedBackend,
+        explanation: Explanation,
+        fallback: LinkedBackend | None = None,
+        no_fallback: str = "",
+    ) -> None:
         self._linked = linked
         self._fallback = fallback
+        self._no_fallback = no_fallback
         self._explanation = explanation
         self._resolved: dict[tuple[str, Any, str | None], Callable[..., Any]] = {}
         self.fallback_calls: Counter[str] = Counter()
@@ -77,14 +85,18 @@ class OpsBase:
         ------
         UnsupportedOpError
             There is no op of that name.
+        ConfigError
+            There is no dtype of that name.
         """
         if op not in op_names():
             raise UnsupportedOpError(f"there is no op {op!r}; ops are {', '.join(op_names())}")
         binding = self._linked.bindings.get(op)
         if binding is None:
             return f"backend {self.name} has no {op}"
-        name = dtype_name(dtype) if isinstance(dtype, np.dtype) else None if dtype is None else str(dtype)
-        why = capabilities(binding.function).refusal(dtype=name, layout=layout, arch=self.runtime.arch)
+        # A cache whose parts differ in type asks with several names, "bfloat16/float8_e4m3fn": each must be supported.
+        names = dtype.split("/") if isinstance(dtype, str) else [] if dtype is None else [dtype]
+        dtypes = [dtype_name(to_dtype(name)) for name in names]
+        why = capabilities(binding.function).refusal(dtypes=dtypes, layout=layout, arch=self.runtime.arch)
         return f"{op} of backend {self.name} ({binding.implementation}): {why}" if why else None
 
     def supports(self, op: str, *, dtype: object = None, layout: str | None = None) -> bool:
@@ -110,7 +122,7 @@ class OpsBase:
         if why is None:
             return self._linked.bindings[op].function
         if self._fallback is None:
-            raise UnsupportedOpError(f"{why}; no fallback is allowed here\n{self._explanation}")
+            raise UnsupportedOpError(f"{why}, and nothing else may do it: {self._no_fallback}\n{self._explanation}")
         if not set(self.spec.device_types) & set(self._fallback.spec.device_types):
             raise UnsupportedOpError(
                 f"{why}; {self._fallback.spec.name} cannot reach its {'/'.join(self.spec.device_types)} memory: "
@@ -160,9 +172,3 @@ def check_axes(axes: Any, ndim: int) -> tuple[int, ...]:
 def kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape with 1 for each of some axes."""
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
-
-
-def check_nonfinite(policy: str) -> None:
-    """Raise unless a non-finite policy is one of those there are."""
-    if policy not in NONFINITE:
-        raise ConfigError(f"nonfinite={policy!r} is no policy; {', '.join(NONFINITE)} are")

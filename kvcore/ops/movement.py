@@ -11,6 +11,7 @@ from kvcore.arrays import ArrayRef
 from kvcore.errors import ConfigError, LayoutError
 from kvcore.memory import chunk_desc
 from kvcore.ops.base import OpsBase
+from kvcore.ops.checks import check_unit
 from kvcore.rows import RowLayout
 
 __all__ = ["MovementOps"]
@@ -194,12 +195,8 @@ def _check_paged(paged: RowLayout, chunks: Sequence[RowLayout], index: Any, unit
         if chunk.signature != paged.signature or chunk.device != paged.device:
             _check_same(paged, chunk)
         tokens += chunk.block_tokens
-    if unit == "slot":
-        wanted = tokens
-    elif unit == "block":
-        wanted = -(-tokens // paged.block_tokens)
-    else:
-        raise ConfigError(f"unit={unit!r}; an index holds 'slot's or 'block's")
+    check_unit(unit)
+    wanted = tokens if unit == "slot" else -(-tokens // paged.block_tokens)
     if index.shape[0] != wanted:
         raise LayoutError(
             f"the chunks have {tokens} tokens, so {wanted} {unit}s are needed; {index.shape[0]} were given"

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.dtypes import BFLOAT16, dtype_name
+from kvcore.dtypes import BFLOAT16, dtype_name, to_dtype
 from kvcore.errors import ConfigError, LayoutError
-from kvcore.ops.base import FLOATS, OpsBase, check_axes, check_nonfinite, kept
+from kvcore.ops.base import FLOATS, OpsBase, check_axes, kept
+from kvcore.ops.checks import check_bits, check_block, check_nonfinite, check_seed
 from kvcore.quant import Quantized, QuantSpec
 
 __all__ = ["NumericOps"]
@@ -143,12 +144,10 @@ class NumericOps(OpsBase):
         """Rotate blocks of channels by a randomised Hadamard matrix; see `kvcore.hookspecs.quantization`."""
         array = self._in(x, "x", FLOATS)
         function = self.resolve("rotate", array.dtype)
-        if not 1 <= block <= 1024 or block & (block - 1):
-            raise ConfigError(f"block must be a power of two from 1 to 1024, got {block}")
+        check_block(block)
+        check_seed(seed)
         if not array.shape or array.shape[-1] % block:
             raise LayoutError(f"the last axis of x {list(array.shape)} is not a multiple of block={block}")
-        if not 0 <= seed < 1 << 64:
-            raise ConfigError(f"seed must be 0 .. 2**64 - 1, got {seed}")
         native, out = self._out(out, "out", array.shape, self._float_target(dtype, out))
         function(array, seed=seed, block=block, inverse=inverse, out=native, stream=stream, workspace=workspace)
         return out
@@ -178,7 +177,7 @@ class NumericOps(OpsBase):
         function = self.resolve("unpack_bits", array.dtype)
         if not array.shape or count < 0 or array.shape[-1] != _packed_row((count,), bits):
             raise LayoutError(f"{count} values of {bits} bits do not fill rows of x {list(array.shape)}")
-        target = np.dtype(str(dtype)) if out is None else self._in(out, "out", _BYTES).dtype
+        target = to_dtype(dtype) if out is None else self._in(out, "out", _BYTES).dtype
         if target.name not in _BYTES:
             raise LayoutError(f"unpack_bits gives uint8 or int8, not {target}")
         native, out = self._out(out, "out", (*array.shape[:-1], count), target)
@@ -244,15 +243,14 @@ class NumericOps(OpsBase):
     def _float_target(self, dtype: object, out: Any) -> Any:
         if out is not None:
             return self._in(out, "out", FLOATS).dtype
-        name = dtype_name(dtype) if isinstance(dtype, np.dtype) else str(dtype)
+        name = dtype_name(to_dtype(dtype))
         if name not in _FLOAT_OUT:
             raise LayoutError(f"values come as {', '.join(FLOATS)}, not {name}")
         return np.dtype(_FLOAT_OUT[name])
 
 
 def _packed_row(shape: tuple[int, ...], bits: int) -> int:
-    if not 1 <= bits <= 8:
-        raise ConfigError(f"bits must be 1 to 8, got {bits}")
+    check_bits(bits)
     if not shape:
         raise LayoutError("bits are packed row by row; a scalar has no rows")
     return -(-shape[-1] * bits // 8)

@@ -182,9 +182,7 @@ class FsStore:
         try:
             fields = json.loads(found)
         except ValueError as error:
-            raise StoreError(
-                f"{marker} is not JSON ({error}): not a kvcore store, or a damaged one"
-            ) from error
+            raise StoreError(f"{marker} is not JSON ({error}): not a kvcore store, or a damaged one") from error
         if fields != {"format": FORMAT, "version": VERSION}:
             raise StoreError(
                 f"{marker} says {fields}, this build uses format {FORMAT!r} version {VERSION}; choose "
@@ -194,8 +192,8 @@ class FsStore:
     def _publish(self, path: Path, data: memoryview, *, through: Path | None = None) -> None:
         """Write to a name of our own; give the file its real name when every byte is on the medium."""
         temp = (through or self._root / _INCOMING) / f"{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 _write_all(fd, data)
                 os.fsync(fd)
