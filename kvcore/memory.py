@@ -122,7 +122,7 @@ class LayoutDesc:
             The buffer ends before the chunk does.
         """
         ref = ArrayRef.of(buffer if isinstance(buffer, (ArrayRef, np.ndarray)) else np.frombuffer(buffer, np.uint8))
-        if len(ref.shape) != 1 or ref.dtype.itemsize != 1 or ref.strides not in ((1,), ()):
+        if len(ref.shape) != 1 or ref.dtype.itemsize != 1 or (ref.shape[0] > 1 and ref.strides != (1,)):
             raise LayoutError(f"{self.layout}: a chunk binds to contiguous bytes, got {ref.dtype} of shape {ref.shape}")
         if offset < 0 or offset + self.nbytes > ref.shape[0]:
             raise LayoutError(

@@ -195,6 +195,8 @@ class RowLayout:
         if self.nbytes and len(set(bases)) < len(bases):
             return "two parts or layers are the same memory; writing needs each to have its own"
         for s in self.segments:
+            if 0 in (self.blocks, self.block_tokens, s.heads, s.width):
+                continue  # no elements, so none share bytes
             dims = sorted(
                 (abs(stride), extent)
                 for stride, extent in (

@@ -77,7 +77,7 @@ VARIABLES: tuple[Variable, ...] = (
         "commas, `*` for every op not named.",
         "",
         _kernels,
-        "decode_symbols=native,*=triton",
+        "digest=native,*=triton",
     ),
     Variable(
         "KVCORE_PLUGINS",

@@ -144,10 +144,8 @@ class FrameReader:
     def _verify(self, indices: Iterable[int]) -> None:
         places = [range(len(self.layers))[index] for index in indices]
         for place in places:
-            entry, before = (
-                self.layers[place],
-                self.layers[place - 1].stop if place else self.header.head_bytes,
-            )
+            entry = self.layers[place]
+            before = self.layers[place - 1].stop if place else self.header.head_bytes
             if entry.stop > len(self._view):
                 raise CorruptFrameError(
                     f"layer {entry.layer} ends at byte {entry.stop}, {len(self._view)} have arrived",

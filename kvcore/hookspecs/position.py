@@ -41,5 +41,6 @@ def kvcore_op_shift_rope(
     Notes
     -----
     Exactness: bit-exact for finite input whose products are not subnormal (|a*sin| of 2**-126 and up, or zero).
-    A NaN in a rotated pair gives the quiet NaN with sign bit 0. Source: Su et al. 2021 (RoFormer).
+    An infinity in a rotated pair gives what IEEE arithmetic gives, an infinity or a NaN. Every NaN that is computed, or
+    converted to another dtype, is the quiet NaN with sign bit 0. Source: Su et al. 2021 (RoFormer).
     """

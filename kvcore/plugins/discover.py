@@ -85,7 +85,7 @@ def _load(point: EntryPoint, settings: Settings) -> Candidate:
         return Candidate(point.name, "blocked", f"not in KVCORE_PLUGINS={allowed}", distribution=source)
     try:
         spec = point.load()()
-    except Exception as error:  # noqa: BLE001  # a plug-in is foreign code: what it raises becomes its reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code: what it raises becomes its reason
         return Candidate(point.name, "broken", f"{point.value} failed to load: {describe(error)}", distribution=source)
     if not isinstance(spec, BackendSpec):
         reason = f"{point.value} returned a {type(spec).__qualname__}, not a kvcore.BackendSpec"

@@ -101,7 +101,7 @@ def link(spec: BackendSpec, kernels: tuple[tuple[str, str], ...] = ()) -> Linked
 def _import(spec: BackendSpec, path: str) -> Any:
     try:
         return importlib.import_module(path)
-    except Exception as error:  # vendor code: anything may go wrong in an import, and the reason must be seen
+    except (Exception, SystemExit) as error:  # vendor code: anything may go wrong, and the reason must be seen
         raise BackendLoadError(f"backend {spec.name}: {path} failed to import: {describe(error)}") from error
 
 

@@ -16,7 +16,7 @@ def probe(candidate: Candidate) -> Candidate:
         return candidate
     try:
         answer = candidate.spec.probe()
-    except Exception as error:  # noqa: BLE001  # foreign code: the failure is the answer, and it is shown
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # foreign code: the failure is the answer, and it is shown
         answer = Probe(False, f"its probe failed: {describe(error)}")
     if not isinstance(answer, Probe):
         answer = Probe(False, f"its probe returned a {type(answer).__qualname__}, not a kvcore.Probe")

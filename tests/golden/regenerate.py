@@ -62,7 +62,7 @@ NAMESPACES: dict[str, dict[str, Any]] = {
     "mla": {"model": "tiny", "revision": "r1", "cache_class": "mla"},
 }
 TOKENS = [(i * i * 2654435761) % 2**32 for i in range(600)]
-EXTRAS = [ExtraKey(200, 300, bytes(range(32))), ExtraKey(510, 514, b"image")]
+EXTRAS = [ExtraKey(200, 300, bytes(range(32))), ExtraKey(250, 256, b"ends with a chunk"), ExtraKey(510, 514, b"image")]
 
 
 def keys() -> dict[str, Any]:

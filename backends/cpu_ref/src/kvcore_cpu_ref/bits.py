@@ -21,7 +21,8 @@ def kvcore_op_pack_bits(
     if x.size and (x.min() < low or x.max() > high):
         raise QuantizationError(f"values {x.min()} .. {x.max()} do not fit {bits} bits of {x.dtype}: {low} .. {high}")
     each = np.unpackbits(x.view(np.uint8)[..., None], axis=-1, bitorder="little")[..., :bits]
-    out[...] = np.packbits(each.reshape(*x.shape[:-1], -1), axis=-1, bitorder="little")
+    rows = each.reshape(*x.shape[:-1], x.shape[-1] * bits)
+    out[...] = np.packbits(rows, axis=-1, bitorder="little")
     return out
 
 

@@ -18,7 +18,8 @@ NAN32 = np.array(0x7FC00000, np.uint32).view(np.float32)
 
 def widen(x: npt.NDArray[Any]) -> Float32:
     """Convert to float32, which holds every fp16, bf16 and fp32 value exactly."""
-    return x.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # signalling NaNs become quiet, which is no error here
+        return x.astype(np.float32)
 
 
 def narrow(values: Float32, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -27,8 +27,8 @@ def kvcore_op_shift_rope(
     pairs = cos.shape[1]
     first = np.arange(pairs) * 2 if interleaved else np.arange(pairs)
     second = first + (1 if interleaved else pairs)
-    plain = x.astype(out.dtype)  # exact: the dtypes are equal, or out is float32
     values = widen(x)
+    plain = x if x.dtype == out.dtype else narrow(values, out.dtype)  # exact: out is float32 where the dtypes differ
     a, b = values[..., first], values[..., second]
     c, s = cos[:, None, :], sin[:, None, :]  # over heads
     same = np.broadcast_to((c == 1) & (s == 0), a.shape)

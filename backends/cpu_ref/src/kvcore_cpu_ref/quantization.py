@@ -41,7 +41,7 @@ def kvcore_op_quantize(
         if spec.kind == "affine":
             low, _ = minmax(finite, spec.axes) if spec.axes else (finite, finite)
             zero = -np.rint(low * (ONE / scale)).astype(np.int32)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a signalling NaN under "propagate"
         scaled = values * (ONE / scale)
     # A finite value whose product overflows is no infinity: it saturates.
     largest = np.finfo(np.float32).max

@@ -60,7 +60,8 @@ def kvcore_op_reduce_moments(
     stream: Any = None,
     workspace: Any = None,
 ) -> Any:
-    values = x.astype(np.float64) if x.dtype == np.int16 else widen(x).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN; it is refused below like any other
+        values = x.astype(np.float64) if x.dtype == np.int16 else widen(x).astype(np.float64)
     if not np.isfinite(values).all():
         raise QuantizationError("x has a NaN or infinity; moments are those of finite values")
     # float64 holds x * 2**e exactly unless it is far below one half (rounds to 0) or far above int16 (refused).
@@ -94,8 +95,9 @@ def kvcore_op_reduce_norm(
     finite = np.where(np.isfinite(values), values, np.float32(0))
     scaled = np.ldexp(finite.astype(np.float64), -exponent).astype(np.float32)
     scaled[np.abs(scaled) < 2.0**-24] = 0
-    squares = tree_sum(scaled * scaled, axes)
+    # Groups with an infinity are not scaled, and may overflow here; their result is taken from `largest`.
     with np.errstate(over="ignore"):
+        squares = tree_sum(scaled * scaled, axes)
         norm = np.ldexp(np.sqrt(squares), exponent)
     norm[largest < 2.0**-126] = 0
     out[...] = np.where(np.isfinite(largest), norm, largest)
@@ -116,8 +118,9 @@ def tree_sum(values: Float32, axes: Axes) -> Float32:
     """Sum over axes (kept) in the fixed order of the specification: upper half onto lower half, until one is left."""
     kept = tuple(1 if i in axes else n for i, n in enumerate(values.shape))
     others = [i for i in range(values.ndim) if i not in axes]
-    rows = values.transpose(*others, *axes).reshape(*(values.shape[i] for i in others), -1)
-    count = rows.shape[-1]
+    rows = values.transpose(*others, *axes)
+    count = math.prod(values.shape[i] for i in axes)
+    rows = rows.reshape(*(values.shape[i] for i in others), count)
     size = 1 << math.ceil(math.log2(count))
     rows = np.concatenate([rows, np.zeros((*rows.shape[:-1], size - count), np.float32)], axis=-1)
     while size > 1:
@@ -128,4 +131,5 @@ def tree_sum(values: Float32, axes: Axes) -> Float32:
 
 def _canonical(result: Float32) -> Float32:
     """One zero, one NaN: which of several equal candidates a maximum returns must not show."""
-    return np.where(np.isnan(result), NAN32, result + np.float32(0)).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # adding to a signalling NaN
+        return np.where(np.isnan(result), NAN32, result + np.float32(0)).astype(np.float32)

@@ -1,0 +1,7 @@
+"""``python -m kvcore``: the command line."""
+
+from __future__ import annotations
+
+from kvcore.cli import main
+
+main()

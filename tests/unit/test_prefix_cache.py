@@ -1,0 +1,304 @@
+"""`PrefixCache`: what it loads is what was saved, or it is a miss that can be saved again."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcore
+from kvcore.codecs import GroupInfo, PartInfo, write_frame
+from kvcore.dtypes import to_dtype
+from kvcore.engine import ChunkKey, Namespace, chunk_keys
+from kvcore.engine.cache import PrefixCache, SaveReport
+from kvcore.plugins.discover import Candidate
+from kvcore.tiers.stores import FsStore, MemoryStore
+
+CHUNK, LAYERS, HEADS, WIDTH = 8, 2, 3, 5
+TOKENS = list(range(100, 100 + 3 * CHUNK + 2))
+
+
+@pytest.fixture(scope="module")
+def backend() -> kvcore.Backend:
+    return kvcore.open_backend("cpu_ref", fallback="error")
+
+
+def namespace(**changes: Any) -> Namespace:
+    return Namespace(**{"model": "m", "revision": "1", "chunk_tokens": CHUNK, **changes})
+
+
+def opened(backend: kvcore.Backend, store: Any, **changes: Any) -> PrefixCache:
+    extents = {name: changes.pop(name, default) for name, default in (("layers", LAYERS), ("heads", HEADS))}
+    return PrefixCache(store, namespace(**changes), **extents, width=WIDTH, backend=backend)
+
+
+def random_bytes(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    """An array of any bit patterns, NaNs among them."""
+    item = to_dtype(dtype)
+    raw = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], shape[-1] * item.itemsize), np.uint8)
+    return raw.view(item)
+
+
+def engine(tokens: int, dtypes: tuple[str, str] = ("bfloat16", "bfloat16"), **extents: int) -> list[list[np.ndarray]]:
+    """K and V of every layer, ``[1, heads, tokens, width]``, as an engine keeps them."""
+    shape = (1, extents.get("heads", HEADS), tokens, extents.get("width", WIDTH))
+    layers = range(extents.get("layers", LAYERS))
+    return [[random_bytes(shape, dtype, 2 * i + j) for j, dtype in enumerate(dtypes)] for i in layers]
+
+
+def source(kv: list[list[np.ndarray]]) -> Callable[[int, int], kvcore.RowLayout]:
+    rows = kvcore.Layout("LK|1HTD").bind(kv)
+    return lambda start, stop: rows.select(tokens=(start, stop))
+
+
+def loaded(cache: PrefixCache, tokens: list[int]) -> tuple[list[tuple[int, int]], list[list[bytes]]]:
+    """Return the ranges that load yields, and the bytes of K and V by layer, ``[tokens, heads, width]``."""
+    ranges, pieces = [], []
+    for chunk in cache.load(tokens):
+        ranges.append((chunk.start, chunk.stop))
+        pieces.append([chunk.rows.bytes_view(part, layer)[0] for part, layer in chunk.rows.planes()])
+    planes = [np.concatenate(plane).tobytes() for plane in zip(*pieces, strict=True)]
+    return ranges, [planes[i : i + 2] for i in range(0, len(planes), 2)]
+
+
+def expected(kv: list[list[np.ndarray]], tokens: int) -> list[list[bytes]]:
+    return [[part[0, :, :tokens].transpose(1, 0, 2).tobytes() for part in layer] for layer in kv]
+
+
+@pytest.mark.parametrize("make", [lambda path: MemoryStore(), FsStore], ids=["memory", "fs"])
+def test_what_is_loaded_is_what_was_saved(backend, tmp_path, make):
+    kv, cache = engine(len(TOKENS)), opened(backend, make(tmp_path / "kv"))
+    raw = LAYERS * 2 * HEADS * WIDTH * 2 * 3 * CHUNK
+    report = cache.save(TOKENS, source(kv))
+    stored = sum(cache.store.stat(key).nbytes for key in cache.store.list())
+    assert report == SaveReport(24, 3, 0, raw, stored)
+    assert cache.save(TOKENS, source(kv)) == SaveReport(24, 0, 3, raw, stored)
+    assert cache.lookup(TOKENS) == 24
+    assert loaded(cache, TOKENS) == ([(0, 8), (8, 16), (16, 24)], expected(kv, 24))
+    assert cache.misses == {}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    extents=st.fixed_dictionaries({n: st.integers(1, 4) for n in ("layers", "heads", "width")}),
+    dtypes=st.tuples(*[st.sampled_from(["bfloat16", "float32", "float16", "uint8"])] * 2),
+    chunk=st.integers(1, 9),
+    count=st.integers(0, 30),
+)
+def test_any_shape_comes_back_bit_by_bit(extents, dtypes, chunk, count):
+    backend = kvcore.open_backend("cpu_ref", fallback="error")
+    cache = PrefixCache(MemoryStore(), namespace(kv_dtype=dtypes, chunk_tokens=chunk), **extents, backend=backend)
+    tokens, kv = list(range(count)), engine(count, dtypes, **extents)
+    report = cache.save(tokens, source(kv))
+    hit = max(count - 1, 0) // chunk * chunk
+    assert report.tokens == count // chunk * chunk
+    assert cache.lookup(tokens) == hit
+    ranges, planes = loaded(cache, tokens)
+    assert ranges == [(at, at + chunk) for at in range(0, hit, chunk)]
+    assert planes == (expected(kv, hit) if hit else [])
+
+
+def test_the_bytes_of_a_frame_do_not_depend_on_where_the_engine_keeps_its_kv(backend):
+    kv = engine(CHUNK + 1)
+    room = (1, CHUNK + 1, HEADS, WIDTH + 3)
+    wide = [[np.zeros(room, part.dtype).transpose(0, 2, 1, 3)[..., 2:-1] for part in layer] for layer in kv]
+    for layer, copy in zip(kv, wide, strict=True):
+        for part, target in zip(layer, copy, strict=True):
+            target[...] = part
+    frames = []
+    for tensors in (kv, wide):
+        cache = opened(backend, MemoryStore())
+        cache.save(TOKENS[: CHUNK + 1], source(tensors))
+        frames.append([bytes(cache.store.get(key)) for key in cache.store.list()])
+    assert frames[0] == frames[1]
+
+
+def test_a_token_is_always_left_to_compute(backend):
+    cache = opened(backend, MemoryStore())
+    cache.save(TOKENS, source(engine(len(TOKENS))))
+    for length, hit in ((0, 0), (1, 0), (8, 0), (9, 8), (16, 8), (17, 16), (24, 16), (25, 24)):
+        assert cache.lookup(TOKENS[:length]) == hit
+        assert sum(stop - start for start, stop in loaded(cache, TOKENS[:length])[0]) == hit
+
+
+# --- frames that are not what was asked for
+
+
+def other_frame(backend: kvcore.Backend, key: ChunkKey, **changes: Any) -> bytes:
+    """A well-formed frame, different from the right one in one way."""
+    parts = [PartInfo(name, changes.get("dtype", "bfloat16"), WIDTH) for name in "KV"]
+    group = GroupInfo(
+        changes.get("layout", "LKHTD"),
+        range(LAYERS),
+        parts,
+        rows=CHUNK,
+        head_count=changes.get("heads", HEADS),
+        base_position=changes.get("base_position", key.start),
+    )
+    nbytes = CHUNK * parts[0].row_bytes
+    segments = [[bytes(nbytes)] * (2 * group.head_count) for _ in range(LAYERS)]
+    return bytes(
+        write_frame(
+            [group],
+            segments,
+            tokens=changes.get("tokens", CHUNK),
+            namespace=changes.get("namespace", key.namespace),
+            key=changes.get("digest", key.digest),
+            digest=backend.digest,
+        )
+    )
+
+
+def flipped(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :] if at >= 0 else flipped(frame, len(frame) + at)
+
+
+DAMAGE = {
+    "empty": (lambda f, k, b: b"", "truncated"),
+    "cut short": (lambda f, k, b: f[:-1], "truncated"),
+    "cut in the head": (lambda f, k, b: f[:40], "truncated"),
+    "foreign": (lambda f, k, b: b"something else altogether" * 100, "foreign"),
+    "newer format": (lambda f, k, b: f[:4] + b"\x02\x00" + f[6:], "version"),
+    "bit flip in the head": (lambda f, k, b: flipped(f, 90), "crc"),
+    "bit flip in a layer": (lambda f, k, b: flipped(f, -1), "digest"),
+    "bytes behind the end": (lambda f, k, b: f + b"\0", "length"),
+    "another namespace's": (lambda f, k, b: other_frame(b, k, namespace=bytes(32)), "identity"),
+    "another chunk's": (lambda f, k, b: other_frame(b, k, digest=bytes(32)), "identity"),
+    "another shape": (lambda f, k, b: other_frame(b, k, heads=HEADS + 1), "layout"),
+    "another element type": (lambda f, k, b: other_frame(b, k, dtype="float16"), "layout"),
+    "another layout": (lambda f, k, b: other_frame(b, k, layout="LKTHD"), "layout"),
+    "another position": (lambda f, k, b: other_frame(b, k, base_position=0), "layout"),
+    "another number of tokens": (lambda f, k, b: other_frame(b, k, tokens=CHUNK - 1), "layout"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("make", [lambda path: MemoryStore(), FsStore], ids=["memory", "fs"])
+def test_a_bad_frame_is_a_miss_set_aside_and_stored_again(backend, tmp_path, make, damage):
+    spoil, reason = DAMAGE[damage]
+    store, kv = make(tmp_path / "kv"), engine(len(TOKENS))
+    cache = opened(backend, store)
+    cache.save(TOKENS, source(kv))
+    key = chunk_keys(cache.namespace, TOKENS)[1]
+    good = bytes(store.get(key))
+    store.put(key, spoil(good, key, backend))
+    assert loaded(cache, TOKENS) == ([(0, 8)], expected(kv, 8))
+    assert cache.misses == {reason: 1}
+    assert store.stats().quarantined == 1
+    assert cache.lookup(TOKENS) == 8
+    report = cache.save(TOKENS, source(kv))
+    assert (report.chunks_written, report.chunks_present) == (1, 2)
+    assert bytes(store.get(key)) == good
+    assert loaded(cache, TOKENS)[1] == expected(kv, 24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_flip_of_any_bit_is_ever_served(data):
+    backend = kvcore.open_backend("cpu_ref", fallback="error")
+    cache, kv = opened(backend, MemoryStore()), engine(CHUNK + 1)
+    tokens = TOKENS[: CHUNK + 1]
+    cache.save(tokens, source(kv))
+    (key,) = cache.store.list()
+    frame = bytearray(cache.store.get(key))
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[bit // 8] ^= 1 << bit % 8
+    cache.store.put(key, bytes(frame))
+    assert loaded(cache, tokens) == ([], [])
+    assert sum(cache.misses.values()) == 1
+
+
+def test_the_right_frame_is_told_from_other_wellformed_ones(backend):
+    """The frames of the damages above would be taken if they did not differ."""
+    cache = opened(backend, MemoryStore())
+    key = chunk_keys(cache.namespace, TOKENS[:9])[0]
+    cache.store.put(key, other_frame(backend, key))
+    assert loaded(cache, TOKENS[:9])[0] == [(0, 8)]
+
+
+# --- stores that fail
+
+
+class Failing:
+    """A store in which some methods fail, as a broken disk does."""
+
+    def __init__(self, inner: MemoryStore, *broken: str) -> None:
+        self._inner, self._broken = inner, broken
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._broken:
+
+            def fail(*arguments: object) -> None:
+                raise kvcore.StoreError(errno.EIO, f"{name} failed")
+
+            return fail
+        return getattr(self._inner, name)
+
+
+def test_a_store_that_cannot_be_read_is_a_miss(backend):
+    inner = MemoryStore()
+    opened(backend, inner).save(TOKENS, source(engine(len(TOKENS))))
+    blind = opened(backend, Failing(inner, "exists"))
+    assert blind.lookup(TOKENS) == 0
+    assert blind.misses == {"store": 1}
+    broken = opened(backend, Failing(inner, "get"))
+    assert broken.lookup(TOKENS) == 24
+    assert loaded(broken, TOKENS) == ([], [])
+    assert broken.misses == {"store": 1}
+
+
+def test_a_bad_frame_that_cannot_be_set_aside_is_a_miss_all_the_same(backend):
+    inner = MemoryStore()
+    opened(backend, inner).save(TOKENS, source(engine(len(TOKENS))))
+    key = chunk_keys(namespace(), TOKENS)[0]
+    inner.put(key, b"KVS1")
+    cache = opened(backend, Failing(inner, "quarantine"))
+    assert loaded(cache, TOKENS) == ([], [])
+    assert cache.misses == {"truncated": 1}
+
+
+def test_a_chunk_that_vanishes_after_the_lookup_ends_the_prefix(backend):
+    cache = opened(backend, MemoryStore())
+    cache.save(TOKENS, source(engine(len(TOKENS))))
+    assert cache.lookup(TOKENS) == 24
+    cache.store.delete(chunk_keys(cache.namespace, TOKENS)[1])
+    assert loaded(cache, TOKENS)[0] == [(0, 8)]
+    assert cache.misses == {"absent": 1}
+
+
+def test_a_store_that_is_full_raises_and_keeps_the_chunks_before(backend):
+    kv, frame = engine(len(TOKENS)), opened(backend, MemoryStore())
+    size = frame.save(TOKENS[:CHUNK], source(kv)).stored_bytes
+    cache = opened(backend, MemoryStore(capacity_bytes=2 * size))
+    with pytest.raises(kvcore.StoreError, match="does not fit"):
+        cache.save(TOKENS, source(kv))
+    assert loaded(cache, TOKENS) == ([(0, 8), (8, 16)], expected(kv, 16))
+
+
+def test_a_store_that_cannot_be_asked_raises_when_saving(backend):
+    cache = opened(backend, Failing(MemoryStore(), "stat"))
+    with pytest.raises(kvcore.StoreError, match="stat failed"):
+        cache.save(TOKENS, source(engine(len(TOKENS))))
+
+
+# --- what is refused
+
+
+def test_rows_of_another_shape_are_refused_and_nothing_is_stored(backend):
+    cache = opened(backend, MemoryStore())
+    for kv in (engine(30, heads=HEADS + 1), engine(30, ("float16", "float16")), engine(30, layers=LAYERS + 1)):
+        with pytest.raises(kvcore.LayoutError, match="do not hold the same"):
+            cache.save(TOKENS, source(kv))
+    assert list(cache.store.list()) == []
+
+
+def test_a_backend_without_the_ops_is_refused_at_once():
+    spec = kvcore.BackendSpec("bare", ("cpu",), -1, kvcore.API_VERSION, lambda: kvcore.Probe(True, "a test"))
+    bare = kvcore.open_backend("bare", fallback="error", found=[Candidate("bare", "usable", "a test", spec)])
+    with pytest.raises(kvcore.UnsupportedOpError, match="convert_layout"):
+        opened(bare, MemoryStore())
