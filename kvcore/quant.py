@@ -49,7 +49,8 @@ class QuantSpec:
     code_dtype : numpy.dtype
         int8, uint8 or an 8-bit float.
     levels : tuple of float
-        Codebook levels, strictly ascending, each exactly a float32; empty for other kinds.
+        Codebook levels, strictly ascending, each exactly a float32; empty for other kinds. Levels and the gaps between
+        them are at least 2**-20 in magnitude, a level of 0 apart, so that nothing subnormal is ever compared.
     """
 
     kind: str
@@ -90,8 +91,11 @@ class QuantSpec:
         exact = np.array(levels, dtype=np.float32)
         if not np.all(np.isfinite(exact)) or not np.all(exact[1:] > exact[:-1]):
             raise ConfigError("codebook levels must be finite and strictly ascending in float32")
-        if np.abs(exact).max() < 2.0**-20:
-            raise ConfigError("codebook levels must reach a magnitude of 2**-20; scale them up")
+        small = (exact != 0) & (np.abs(exact) < 2.0**-20)
+        if small.any() or (np.diff(exact) < 2.0**-20).any():
+            raise ConfigError(
+                "codebook levels must be 0 or at least 2**-20 in magnitude, and as far from one another; scale them up"
+            )
         return cls("codebook", axes, math.ceil(math.log2(len(levels))), np.dtype(np.uint8), tuple(exact.tolist()))
 
     @property

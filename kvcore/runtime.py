@@ -261,7 +261,15 @@ class HostRuntime:
         return SharedName(name, buffer.nbytes)
 
     def import_buffer(self, handle: SharedName) -> HostBuffer:
-        """Map a buffer of another process; freeing it here leaves the owner's alone."""
+        """Map a buffer of another process; freeing it here leaves the owner's alone.
+
+        Raises
+        ------
+        FileNotFoundError
+            No process exports that name (any more).
+        OutOfMemoryError
+            The buffer is smaller than its handle says.
+        """
         descriptor = os.open(_shared_path(handle.name), os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size

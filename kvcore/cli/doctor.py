@@ -48,9 +48,7 @@ def collect() -> dict[str, Any]:
     found = candidates(settings)
     selected: str | None = None
     try:
-        spec, explanation = select(
-            found, name=settings.backend or None, named_by="KVCORE_BACKEND", device_type="cpu"
-        )
+        spec, explanation = select(found, name=settings.backend or None, named_by="KVCORE_BACKEND", device_type="cpu")
         link(spec, settings.kernels)  # a backend whose probe says yes and that does not load is no use
         selected = spec.name
     except NoBackendError as error:

@@ -35,7 +35,8 @@ def kvcore_op_quantize(
     ``fp8``      ``absmax * fl(1/q)``, q = largest finite code   ``x*inv`` clamped to +-q, rounded to nearest
                                                                  even in the 8-bit float
     ``codebook`` ``absmax * fl(1/q)``, q = largest \\|level\\|     number of i with ``x*inv > mid[i]``,
-                                                                 ``mid[i] = (level[i] + level[i+1]) * 0.5``
+                                                                 ``mid[i] = (level[i] + level[i+1]) * 0.5``;
+                                                                 a magnitude below 2**-30 of x*inv counts as 0
     ============ =============================================== ============================================
 
     ``inv = 1/scale`` is one correctly rounded division per group. A scale below 2**-100 becomes 1, so such a group

@@ -111,7 +111,7 @@ def candidates(settings: Settings | None = None) -> list[Candidate]:
 
 
 def explain(name: str | None = None, *, device: object = "cpu") -> Explanation:
-    """Return what `open_backend` would choose and why, also when it would raise.
+    """Return what `open_backend` would choose, and why not the others, without loading anything.
 
     Raises
     ------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from kvcore.plugins.spec import BackendSpec
 from kvcore.runtime import Runtime
 
 __all__ = ["Binding", "LinkedBackend", "link"]
+
+logger = logging.getLogger("kvcore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ def _runtime(spec: BackendSpec) -> Runtime:
         runtime: Runtime = getattr(_import(spec, path), factory)()
     except BackendLoadError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendLoadError(f"backend {spec.name}: runtime {spec.runtime} failed: {describe(error)}") from error
     return runtime
 
@@ -137,6 +140,10 @@ def _check_signatures(spec: BackendSpec, implementation: str, plugin: Any) -> No
 
 
 def _check_wanted(spec: BackendSpec, wanted: Mapping[str, str]) -> None:
+    rest = wanted.get("*")
+    if rest is not None and rest not in spec.implementations:  # no error: it may be meant for other backends
+        known = ", ".join(spec.implementations) or "none"
+        logger.warning("KVCORE_KERNELS *=%s: backend %s has no such implementation; it has %s", rest, spec.name, known)
     for op, implementation in wanted.items():
         if op != "*" and op not in op_specs():
             raise ConfigError(f"KVCORE_KERNELS names {op!r}, which is no op; ops are {', '.join(op_specs())}")

@@ -84,9 +84,7 @@ def test_each_banned_construct_is_found(text):
 
 def test_shipped_sources_have_none_of_the_banned_constructs(root, shipped_files):
     found = {
-        f"{path.relative_to(root)}:{line}: {what}"
-        for path in shipped_files
-        for line, what in findings(tree(path))
+        f"{path.relative_to(root)}:{line}: {what}" for path in shipped_files for line, what in findings(tree(path))
     }
     assert found == set()
 

@@ -62,7 +62,7 @@ def test_any_numpy_view_reads_back_through_its_pointer(dims, name):
     dtype = np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
     base = np.arange(int(np.prod([n * abs(s) for n, s in dims], dtype=int))).astype(dtype)
     view = base.reshape([n * abs(s) for n, s in dims])[(..., *(slice(None, None, s) for _, s in dims))]
-    ref = ArrayRef.at(view.ctypes.data, view.shape, name, strides=view.strides, owner=view)
+    ref = ArrayRef.at(view.ctypes.data, view.shape, name, strides=view.strides, owner=(base,))
     again = ref.numpy()
     assert again.ctypes.data == view.ctypes.data
     np.testing.assert_array_equal(again.astype(np.float64), view.astype(np.float64))

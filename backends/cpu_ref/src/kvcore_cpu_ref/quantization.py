@@ -141,6 +141,7 @@ def _encode(scaled: Float32, zero: npt.NDArray[np.int32] | None, spec: QuantSpec
     if spec.kind == "codebook":
         levels = np.array(spec.levels, np.float32)
         middles = (levels[:-1] + levels[1:]) * np.float32(0.5)
+        scaled = np.where(np.abs(scaled) < 2.0**-30, np.float32(0), scaled)
         # searchsorted counts the middles below a value; one equal to it is not below, so a tie goes down.
         return np.searchsorted(middles, scaled, side="left").astype(np.uint8)
     # An infinity under "propagate" stays one in e5m2; e4m3fn has none, so it becomes NaN there.
