@@ -64,14 +64,14 @@ conformance: $(DEV) ## the conformance suite against BACKEND=cpu_ref
 conformance-record: $(DEV) ## the same, and write the result into the package of BACKEND
 	$(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend $(BACKEND) --kvcore-record $(ARGS)
 
-check: $(DEV) ## ruff and mypy --strict
-	$(BIN)/ruff check .
+check: $(DEV) ## ruff (rules and format) and mypy --strict
+	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 lint: check ## the same as check
 
 format: $(DEV) ## repair what ruff can repair by itself
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 docs: $(DEV) ## the documentation, into site/; warnings are errors
 	$(BIN)/mkdocs build --quiet --strict
