@@ -117,11 +117,12 @@ def _scale(finite: Float32, spec: QuantSpec) -> Float32:
     """Return the scale of each group, within SCALE_MIN .. SCALE_MAX, or 1 for groups too small to matter."""
     reciprocal = np.float32(ONE / np.float32(spec.code_max))
     largest = absmax(finite, spec.axes) if spec.axes else np.abs(finite)
-    if spec.kind == "affine":
-        low, high = minmax(finite, spec.axes) if spec.axes else (finite, finite)
-        scale = np.maximum(high * reciprocal - low * reciprocal, largest * np.float32(2.0**-20))
-    else:
-        scale = largest * reciprocal
+    with np.errstate(over="ignore"):  # what overflows is above SCALE_MAX, and is held there
+        if spec.kind == "affine":
+            low, high = minmax(finite, spec.axes) if spec.axes else (finite, finite)
+            scale = np.maximum(high * reciprocal - low * reciprocal, largest * np.float32(2.0**-20))
+        else:
+            scale = largest * reciprocal
     return np.where(scale < SCALE_MIN, ONE, np.minimum(scale, np.float32(SCALE_MAX))).astype(np.float32)
 
 

@@ -1,0 +1,12 @@
+"""Backends that are wrong on purpose: they test the suite, which must catch every one of them.
+
+``python -m kvcore_conformance.mutants`` runs them all and prints the score.
+"""
+
+from __future__ import annotations
+
+from kvcore_conformance.mutants import movement, numeric, symbols
+from kvcore_conformance.mutants.catalogue import MUTANTS, Mutant
+from kvcore_conformance.mutants.runner import Outcome, judge
+
+__all__ = ["MUTANTS", "Mutant", "Outcome", "judge", "movement", "numeric", "symbols"]

@@ -1,0 +1,169 @@
+"""A failing call as Python source: it needs kvcore and the backend, and nothing of the suite."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import Any
+
+import numpy as np
+
+from kvcore import Quantized, QuantSpec
+from kvcore.dtypes import dtype_name
+from kvcore_conformance.arena import Bound, offset_in, root
+from kvcore_conformance.call import Call
+
+__all__ = ["snippet"]
+
+_LONG = 2048
+
+
+class _Writer:
+    """Renders values; remembers which names of kvcore they need."""
+
+    def __init__(self, memory: list[Any]) -> None:
+        self.names = {id(m): f"m{i}" for i, m in enumerate(memory)}
+        self.imports: set[str] = set()
+
+    def value(self, value: Any) -> str:
+        if isinstance(value, np.ndarray):
+            base = root(value)
+            dtype = f"to_dtype({dtype_name(value.dtype)!r})"
+            offset = offset_in(value, base)
+            text = f"np.ndarray({value.shape}, {dtype}, {self.names[id(base)]}, {offset}, {value.strides})"
+            return text if value.flags.writeable else f"read_only({text})"
+        if isinstance(value, Bound):
+            self.imports.add("Layout")
+            declared = "".join(f", {axis}={value.extents[axis]}" for axis in value.declared)
+            dtypes = {part: dtype_name(d) for part, d in value.dtypes.items()} if value.typed else None
+            return f"Layout({value.text!r}{declared}).bind({self.value(value.tensors)}, dtypes={dtypes})"
+        if isinstance(value, Quantized):
+            self.imports.add("Quantized")
+            return f"Quantized({', '.join(map(self.value, value))})"
+        if isinstance(value, QuantSpec):
+            self.imports.add("QuantSpec")
+            return self.spec(value)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(map(self.value, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+        return repr(value)
+
+    def spec(self, spec: QuantSpec) -> str:
+        if spec.kind == "int":
+            return f"QuantSpec.symmetric({spec.bits}, {spec.axes})"
+        if spec.kind == "affine":
+            return f"QuantSpec.affine({spec.bits}, {spec.axes})"
+        if spec.kind == "fp8":
+            return f"QuantSpec.fp8({dtype_name(spec.code_dtype)!r}, {spec.axes})"
+        return f"QuantSpec.codebook({spec.levels}, {spec.axes})"
+
+
+def _bytes(data: bytes) -> str:
+    if len(data) <= _LONG:
+        return f"bytes.fromhex({data.hex()!r})"
+    return f"zlib.decompress(base64.b85decode({base64.b85encode(zlib.compress(data, 9)).decode()!r}))"
+
+
+def _expectation(number: int, before: bytes, expected: bytes) -> str:
+    if expected == before:
+        return f"assert bytes(m{number}) == before[{number}], 'm{number} must stay as it was'"
+    return f"assert bytes(m{number}) == {_bytes(expected)}, 'm{number} differs from what is specified'"
+
+
+def _opening(name: str) -> list[str]:
+    """Open the backend as it was named on the command line: by name, or as ``module:factory``."""
+    module, colon, factory = name.partition(":")
+    if not colon:
+        return [f"backend = kvcore.open_backend({name!r}, fallback='error')"]
+    return [
+        f"from {module} import {factory}",
+        "from kvcore.plugins.discover import Candidate",
+        "from kvcore.plugins.probe import probe",
+        f"spec = {factory}()",
+        "found = [probe(Candidate(spec.name, 'found', 'given', spec))]",
+        "backend = kvcore.open_backend(spec.name, fallback='error', found=found)",
+    ]
+
+
+def _planned(writer: _Writer, call: Call) -> tuple[list[str], str]:
+    how = call.launch()
+    static = [f"{k}={writer.value(v)}" for k, v in how.static.items()]
+    if how.layout is not None:
+        static.append(f"layout={writer.value(how.layout)}")
+    if how.dtype is not None:
+        static.append(f"dtype={how.dtype!r}")
+    plan = f"plan = backend.plan({', '.join([repr(call.op), *static])})"
+    arguments = [writer.value(v) for v in how.positional]
+    arguments += [f"{k}={writer.value(v)}" for k, v in how.arrays.items() if k != "out"]
+    scratch = "workspace = np.empty(plan.workspace_bytes, np.uint8)"
+    out = f"out = {writer.value(how.arrays['out'])}"
+    return [plan, scratch, out], f"plan({', '.join([*arguments, 'out=out, workspace=workspace'])})"
+
+
+def snippet(name: str, call: Call, expected: Any, *, how: str = "checked") -> str:
+    """Return source that fails as long as the backend does.
+
+    Parameters
+    ----------
+    name : str
+        The backend, as ``--kvcore-backend`` takes it.
+    call : Call
+        Before it ran.
+    expected : type of exception, list of bytes, or dict
+        The error it must raise, with all memory unchanged; or what its arenas must hold afterwards. As a dict
+        ``{"result": bytes, "shape": tuple, "dtype": str}``: what it must return, for calls without `out`.
+    how : {"checked", "plan"}
+        Whether the op was planned first.
+    """
+    memory = call.memory()
+    writer = _Writer(memory)
+    given_out = call.out is not None
+    if how == "plan":
+        prepare, invoke = _planned(writer, call)
+    else:
+        arguments = [writer.value(a) for a in call.args]
+        arguments += [f"{k}={writer.value(v)}" for k, v in call.kwargs.items() if k != "out"]
+        arguments += ["out=out"] * given_out
+        prepare = [f"out = {writer.value(call.out)}"] if given_out else []
+        invoke = f"backend.{call.op}({', '.join(arguments)})"
+    imports = ", ".join(sorted(writer.imports))
+    lines = [
+        "import base64, zlib",
+        "import numpy as np",
+        "import kvcore",
+        *([f"from kvcore import {imports}"] if imports else []),
+        "from kvcore import errors",
+        "from kvcore.dtypes import to_dtype",
+        *_opening(name),
+        "def read_only(x): x.flags.writeable = False; return x",
+        *(f"m{i} = np.frombuffer(bytearray({_bytes(m.tobytes())}), np.uint8)" for i, m in enumerate(memory)),
+        *prepare,
+    ]
+    after = f"[bytes(m) for m in [{', '.join(f'm{i}' for i in range(len(memory)))}]]"
+    if isinstance(expected, type):
+        lines += [
+            f"before = {after}",
+            "try:",
+            f"    {invoke}",
+            "    backend.runtime.check()",
+            f"except errors.{expected.__name__}:",
+            f"    assert {after} == before, 'it wrote before it raised'",
+            "else:",
+            f"    raise AssertionError('{call.op} must raise {expected.__name__}')",
+        ]
+    elif isinstance(expected, dict):
+        lines += [
+            f"result = {invoke}",
+            "result = np.asarray(result)",
+            f"assert (result.shape, result.dtype) == ({expected['shape']}, to_dtype({expected['dtype']!r}))",
+            f"assert result.tobytes() == {_bytes(expected['result'])}, result",
+        ]
+    else:
+        lines += [
+            f"before = {after}",
+            f"result = {invoke}",
+            "backend.runtime.check()",
+            *(["assert result is out, 'the op must return its out'"] if given_out else []),
+            *(_expectation(i, m.tobytes(), data) for i, (m, data) in enumerate(zip(memory, expected, strict=True))),
+        ]
+    return "\n".join(lines) + "\n"
