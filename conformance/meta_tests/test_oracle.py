@@ -154,7 +154,7 @@ def test_an_element_of_a_layout_is_where_numpy_says():
 
 def test_the_binder_agrees_with_the_oracle():
     # Two readings of a layout string, written apart: kvcore's and the oracle's.
-    cache = bound("L|BN[v:N6,s:N2]".replace("BN[", "B["), {"L": 1, "B": 2, "N": 3}, {"": "uint8"})
+    cache = bound("L|B[v:N6,s:N2]", {"L": 1, "B": 2, "N": 3}, {"": "uint8"})
     rows = Layout("L|B[v:N6,s:N2]", N=3).bind(cache.tensors)
     memory, offset, _ = locate(cache, "s", 0, slot=4, head=0, channel=1)
     assert rows.bytes_view("s", 0)[1, 1, 0, 1, 0] == memory[offset]
