@@ -7,7 +7,7 @@ one of the 32 tables of a `TableSet`. The shipped sets are in `kvcore.codecs.tab
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,11 @@ __all__ = [
     "TILE_CHANNELS",
     "TILE_TOKENS",
     "ZERO",
+    "EncodedTiles",
     "TableSet",
+    "TileChoice",
+    "tile_bytes",
+    "tile_capacity",
 ]
 
 TILE_TOKENS = 256
@@ -134,3 +138,45 @@ class TableSet:
 
     def _refuse(self, why: str) -> None:
         raise ConfigError(f"table set {self.name!r} cannot be used: {why}")
+
+
+class TileChoice(NamedTuple):
+    """Symbols of tiles and what they were chosen with: the output of `choose_classes`.
+
+    ``symbols`` uint8 ``[M, T, W]``, ``classes`` uint8 ``[M, W]``, ``offsets`` int8 ``[M, W]``.
+    """
+
+    symbols: Any
+    classes: Any
+    offsets: Any
+
+
+class EncodedTiles(NamedTuple):
+    """Coded tiles: ``payload`` uint8 ``[M, capacity]``, ``modes`` uint8 ``[M]``, ``words`` uint16 ``[M]``.
+
+    The size of each within its row follows from mode and words: `tile_bytes`.
+    """
+
+    payload: Any
+    modes: Any
+    words: Any
+
+
+def tile_capacity(tokens: int, width: int) -> int:
+    """Return the most bytes that a tile takes: those of its packed form with 16 bits a value."""
+    return -(-(4 + 2 * tokens * width) // 4) * 4
+
+
+def tile_bytes(mode: int, words: int, width: int, tables: TableSet, use_offsets: bool) -> int | None:
+    """Return the size of a coded tile, a multiple of 4; None if there is no such mode, or it has no words."""
+    exponent = tables.kind == "exponent"
+    side = width if use_offsets or exponent else 0
+    if mode == MODE_CONSTANT and words == 0:
+        size = side + width * exponent + 1
+    elif mode == MODE_PACKED:
+        size = 4 + 2 * words
+    elif mode == MODE_RANS:
+        size = -(-(width + side) // 4) * 4 + 4 * min(LANES, width) + 2 * words
+    else:
+        return None
+    return -(-size // 4) * 4

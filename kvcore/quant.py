@@ -65,9 +65,10 @@ class QuantSpec:
 
     @classmethod
     def symmetric(cls, bits: int, axes: tuple[int, ...]) -> QuantSpec:
-        """Signed integers of 2 to 8 bits around zero."""
-        _check_bits(bits, 2)
-        return cls("int", axes, bits, np.dtype(np.int8))
+        """Signed integers around zero, of 2 to 8 bits (as int8), or of 16 (as int16)."""
+        if bits != 16:
+            _check_bits(bits, 2)
+        return cls("int", axes, bits, np.dtype(np.int16 if bits == 16 else np.int8))
 
     @classmethod
     def affine(cls, bits: int, axes: tuple[int, ...]) -> QuantSpec:

@@ -6,7 +6,7 @@ cache and a dense chunk have one form: a dense chunk is one block whose tokens a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -153,20 +153,23 @@ class RowLayout:
         layers: tuple[int, int] | None = None,
         heads: tuple[int, int] | None = None,
         tokens: tuple[int, int] | None = None,
+        parts: Sequence[str] | None = None,
     ) -> RowLayout:
-        """Return the same memory narrowed to half-open ranges of layers, KV heads, or (dense chunks) tokens.
+        """Return the same memory narrowed to half-open ranges of layers, KV heads, (dense chunks) tokens, or to parts.
 
         Raises
         ------
         LayoutError
-            A range that does not lie within the layout, or tokens of a paged cache.
+            A range that does not lie within the layout, tokens of a paged cache, or a part that there is not.
         """
         first, last = _range("layers", layers, self.layers)
         if tokens is not None and self.paged:
             raise LayoutError(f"{self.text} is paged: its tokens are chosen by slots, not by a range")
         start, stop = _range("tokens", tokens, self.block_tokens)
         narrowed = []
-        for s in self.segments:
+        for name in parts or ():
+            self.segment(name)
+        for s in self.segments if parts is None else _of_parts(self.segments, parts):
             low, high = _range("heads", heads, s.heads)
             shift = low * s.head_stride + start * s.token_stride
             bases = tuple(tuple(b + shift for b in row[first:last]) for row in s.bases)
@@ -221,6 +224,13 @@ class RowLayout:
         size = f"{self.blocks}x{self.block_tokens}" if self.paged else f"{self.block_tokens}"
         rows = ", ".join(f"{'/'.join(s.parts)}[{s.heads}x{s.width}] {dtype_name(s.dtype)}" for s in self.segments)
         return f"RowLayout({self.text!r}, {self.layers} layers, {size} tokens, {rows}, {self.device})"
+
+
+def _of_parts(segments: Sequence[Segment], parts: Sequence[str]) -> Iterator[Segment]:
+    for s in segments:
+        chosen = [i for i, part in enumerate(s.parts) if part in parts]
+        if chosen:
+            yield replace(s, parts=tuple(s.parts[i] for i in chosen), bases=tuple(s.bases[i] for i in chosen))
 
 
 def _range(what: str, wanted: tuple[int, int] | None, extent: int) -> tuple[int, int]:

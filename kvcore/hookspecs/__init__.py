@@ -28,12 +28,20 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvcore.hookspecs import bits, digest, movement, position, quantization, reduction
+from kvcore.hookspecs import bits, digest, entropy, movement, position, quantization, reduction
 
 __all__ = ["OP_PREFIX", "SPEC_MODULES", "op_names", "op_specs"]
 
 OP_PREFIX = "kvcore_op_"
-SPEC_MODULES: tuple[ModuleType, ...] = (movement, reduction, quantization, bits, position, digest)
+SPEC_MODULES: tuple[ModuleType, ...] = (
+    movement,
+    reduction,
+    quantization,
+    bits,
+    entropy,
+    position,
+    digest,
+)
 
 
 def op_specs() -> dict[str, Callable[..., Any]]:

@@ -36,7 +36,7 @@ def kvcore_op_shift_rope(
     interleaved : bool
         Pair i is channels ``(2i, 2i+1)`` if true, else ``(i, i+R)``.
     out : array of the shape of `x`
-        Of `x`'s dtype, or float32. May be `x` itself.
+        float16, bfloat16 or float32. May be `x` itself.
 
     Notes
     -----

@@ -29,7 +29,7 @@ def kvcore_op_quantize(
     ============ =============================================== ============================================
     kind         scale                                           code
     ============ =============================================== ============================================
-    ``int``      ``absmax * fl(1/q)``, ``q = 2**(bits-1) - 1``   ``clamp(rint(x*inv), -q, q)`` as int8
+    ``int``      ``absmax * fl(1/q)``, ``q = 2**(bits-1) - 1``   ``clamp(rint(x*inv), -q, q)`` as int8 (16: int16)
     ``affine``   ``max(hi*fl(1/q) - lo*fl(1/q), absmax*2**-20)`` ``clamp(rint(x*inv) + zero, 0, q)`` as uint8,
                  ``q = 2**bits - 1``, lo/hi = min/max            ``zero = -rint(lo*inv)`` as int32
     ``fp8``      ``absmax * fl(1/q)``, q = largest finite code   ``x*inv`` clamped to +-q, rounded to nearest

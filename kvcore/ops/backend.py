@@ -12,6 +12,7 @@ from kvcore.hookspecs import op_specs
 from kvcore.hookspecs.markers import capabilities
 from kvcore.layout import Layout
 from kvcore.ops.checks import STATIC_CHECKS
+from kvcore.ops.entropy import EntropyOps
 from kvcore.ops.movement import MovementOps
 from kvcore.ops.numeric import NumericOps
 from kvcore.plugins.discover import Candidate, discover
@@ -48,7 +49,7 @@ class Plan(functools.partial):  # type: ignore[type-arg]  # partial's parameter 
         return f"Plan({self.op} on {self.backend}/{self.implementation}{bound}, workspace {self.workspace_bytes} B)"
 
 
-class Backend(MovementOps, NumericOps):
+class Backend(MovementOps, NumericOps, EntropyOps):
     """The ops of one backend. Get one from `kvcore.open_backend`."""
 
     def plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvcore.entropy import TableSet
 from kvcore.errors import ConfigError
 from kvcore.quant import NONFINITE, QuantSpec
 
@@ -52,6 +53,11 @@ def _check_spec(spec: Any) -> None:
         raise ConfigError(f"spec is a kvcore.QuantSpec, got a {type(spec).__qualname__}")
 
 
+def _check_tables(tables: Any) -> None:
+    if not isinstance(tables, TableSet):
+        raise ConfigError(f"tables is a TableSet, got a {type(tables).__qualname__}")
+
+
 def _check_flag(value: Any) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"True or False is expected, got {value!r}")
@@ -73,6 +79,8 @@ STATIC_CHECKS: dict[str, Callable[[Any], None]] = {
     "seed": check_seed,
     "skip_tokens": _check_skip,
     "spec": _check_spec,
+    "tables": _check_tables,
     "unit": check_unit,
+    "use_offsets": _check_flag,
 }
 """By name, for every keyword argument of an op that is no array: a plan binds and checks these."""

@@ -218,9 +218,7 @@ class NumericOps(OpsBase):
             raise LayoutError(
                 f"a table of {c.shape[1]} pairs rotates {2 * c.shape[1]} channels, heads have {array.shape[-1]}"
             )
-        target = array.dtype if out is None else self.runtime.array(out).dtype
-        if target not in (array.dtype, np.dtype(np.float32)):
-            raise LayoutError(f"shift_rope of {array.dtype} gives {array.dtype} or float32, not {target}")
+        target = array.dtype if out is None else self._in(out, "out", FLOATS).dtype
         native, out = self._out(out, "out", array.shape, target)
         function(array, c, s, interleaved=interleaved, out=native, stream=stream, workspace=workspace)
         return out

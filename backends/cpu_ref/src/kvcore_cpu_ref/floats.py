@@ -26,7 +26,7 @@ def narrow(values: Float32, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Round float32 to a float dtype: nearest even, finite values saturate, NaN is the quiet one with sign bit 0."""
     limit = np.float32(finite_max(dtype))
     held = np.where(np.isfinite(values), np.clip(values, -limit, limit), values)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is replaced below
         rounded = held.astype(dtype)
     rounded[np.isnan(values)] = NAN32.astype(dtype)
     return rounded

@@ -135,7 +135,7 @@ def _check_scale(scale: Float32) -> None:
 def _encode(scaled: Float32, zero: npt.NDArray[np.int32] | None, spec: QuantSpec) -> npt.NDArray[Any]:
     limit = np.float32(spec.code_max)
     if spec.kind == "int":
-        return np.clip(np.rint(scaled), -limit, limit).astype(np.int8)
+        return np.clip(np.rint(scaled), -limit, limit).astype(spec.code_dtype)
     if zero is not None:
         shifted: npt.NDArray[np.int64] = np.rint(scaled).astype(np.int64) + zero
         return np.clip(shifted, 0, int(limit)).astype(np.uint8)
