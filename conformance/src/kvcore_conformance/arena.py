@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore import Layout, Quantized, RowLayout
+from kvcore import Layout, RowLayout
 
 __all__ = ["GUARD_BYTES", "Bound", "Bytes", "arena", "arenas", "clone", "pattern", "place", "root", "view"]
 
@@ -168,8 +168,8 @@ def clone(value: Any, copies: dict[int, npt.NDArray[Any]] | None = None) -> Any:
     if isinstance(value, Bound):
         tensors = clone(value.tensors, copies)
         return Bound(value.text, value.extents, value.declared, value.dtypes, tensors, value.typed)
-    if isinstance(value, Quantized):
-        return Quantized(*(clone(part, copies) for part in value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(clone(part, copies) for part in value))
     if isinstance(value, (list, tuple)):
         return type(value)(clone(item, copies) for item in value)
     if isinstance(value, dict):

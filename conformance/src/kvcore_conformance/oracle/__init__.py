@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvcore_conformance.oracle.bits import count_symbols, pack_bits, unpack_bits
 from kvcore_conformance.oracle.digest import copy_batch, digest
+from kvcore_conformance.oracle.entropy import choose_classes, decode_symbols, encode_symbols
 from kvcore_conformance.oracle.movement import convert_layout, gather_paged, scatter_paged
 from kvcore_conformance.oracle.position import shift_rope
 from kvcore_conformance.oracle.quantization import dequantize, quantize, rotate
@@ -37,5 +38,8 @@ ORACLE: dict[str, Callable[..., None]] = {
         count_symbols,
         shift_rope,
         digest,
+        choose_classes,
+        encode_symbols,
+        decode_symbols,
     )
 }

@@ -1,0 +1,100 @@
+"""Golden frames: each decodes to what is recorded, and its input encodes to the same bytes.
+
+A codec is composed from many ops; a failure here says that one of them is wrong, the tests of the ops say which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from kvcore.codecs.chunk_rows import allocate_rows
+from kvcore.codecs.kvs1 import PRESETS
+from kvcore.errors import CorruptFrameError
+from kvcore_conformance import golden
+from kvcore_conformance.checks import Subject
+
+_COMMON = ("convert_layout", "digest")
+_TILES = ("choose_classes", "encode_symbols"), ("decode_symbols",)
+_KVS1 = ("reduce_absmax", "reduce_moments", "quantize", *_TILES[0]), ("dequantize", *_TILES[1])
+# Ops by codec: of encoding, and of decoding.
+_OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    **dict.fromkeys(PRESETS, _KVS1),
+    "raw": ((), ()),
+    "lossless": ((*_TILES[0], "pack_bits"), (*_TILES[1], "unpack_bits")),
+    **dict.fromkeys(
+        ("int8", "int4", "int2"), (("reduce_minmax", "quantize", "pack_bits"), ("unpack_bits", "dequantize"))
+    ),
+    **dict.fromkeys(("fp8", "fp8_e5m2"), (("quantize",), ("dequantize",))),
+    "cachegen": (("reduce_absmax", "quantize", *_TILES[0]), ("dequantize", *_TILES[1])),
+}
+
+
+def _every_frame(way: int) -> pytest.MarkDecorator:
+    params = []
+    for name, case in golden.CASES.items():
+        turned = case.codec in PRESETS and any(group.rope is not None for group in case.groups)
+        ops = (*_COMMON, *_OPS[case.codec][way], *(("shift_rope",) if turned else ()))
+        params.append(pytest.param(name, marks=[pytest.mark.kvcore_op(op) for op in ops]))
+    return pytest.mark.parametrize("name", params)
+
+
+def _frame(name: str) -> bytes:
+    return (golden.FOLDER / f"{name}.kvf").read_bytes()
+
+
+@_every_frame(0)
+def test_golden_input_encodes_to_the_same_bytes(subject: Subject, name: str) -> None:
+    case, known = golden.CASES[name], golden.manifest()[name]
+    rows = golden.inputs(case)
+    assert golden.fingerprint(rows) == known["input"], "the generator makes other values here than it did"
+    frame = golden.encode(subject.backend, case, rows)
+    assert golden.fingerprint(rows) == known["input"], f"encoding {name} changed what was encoded"
+    wanted = _frame(name)
+    assert hashlib.sha256(wanted).hexdigest() == known["frame"], f"{name}.kvf is not the file that was released"
+    if frame != wanted:
+        at = next(i for i, (a, b) in enumerate(zip(frame, wanted, strict=False)) if a != b)
+        raise AssertionError(f"{name}: {len(frame)} bytes, not {len(wanted)}, or other ones; first at byte {at}")
+
+
+@_every_frame(1)
+def test_golden_frame_decodes_to_the_same_values(subject: Subject, name: str) -> None:
+    known = golden.manifest()[name]
+    reader = golden.open_frame(subject.backend, _frame(name))
+    rows = golden.decode(subject.backend, reader)
+    assert golden.fingerprint(rows) == known["output"], f"{name} decodes to other values"
+    if golden.codec_of_case(golden.CASES[name]).lossless:
+        assert known["output"] == known["input"], f"{name} is lossless, and lost something"
+
+
+@_every_frame(1)
+def test_golden_layers_decode_one_by_one(subject: Subject, name: str) -> None:
+    reader = golden.open_frame(subject.backend, _frame(name))
+    whole = golden.decode(subject.backend, reader)
+    done = [0] * len(reader.groups)
+    for index, entry in enumerate(reader.layers):
+        group = reader.groups[entry.group]
+        alone = allocate_rows(golden.one_layer(group, entry.layer))
+        reader.decode_layers(subject.backend, index, 1, alone)
+        for part, _ in alone.planes():
+            same = alone.array(part, 0).tobytes() == whole[entry.group].array(part, done[entry.group]).tobytes()
+            assert same, f"{name}: layer {entry.layer} differs when it is decoded alone"
+        done[entry.group] += 1
+
+
+@pytest.mark.kvcore_op("digest")
+@pytest.mark.parametrize("name", ["tail-5", "lossless-zeros", "raw-fp8", "int2", "levels"])
+def test_golden_frame_that_was_altered_is_refused(subject: Subject, name: str) -> None:
+    frame = _frame(name)
+    golden.open_frame(subject.backend, frame).verify()
+    for at in range(len(frame)):
+        altered = bytearray(frame)
+        altered[at] ^= 1 << at % 8
+        with pytest.raises(CorruptFrameError):
+            golden.open_frame(subject.backend, bytes(altered)).verify()
+        if at % 7 == 0:
+            with pytest.raises(CorruptFrameError):
+                golden.open_frame(subject.backend, frame[:at]).verify()
+    with pytest.raises(CorruptFrameError):
+        golden.open_frame(subject.backend, frame + b"\0").verify()
