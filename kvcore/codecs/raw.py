@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.codecs.frame_values import (
-    SEGMENT_ALIGN,
-    GroupInfo,
-    SegmentSize,
-    align,
-)
-from kvcore.dtypes import to_dtype
-from kvcore.errors import LayoutError
+from kvcore.codecs.contract import Array, CodedSegment, Layers
+from kvcore.codecs.frame_values import SEGMENT_ALIGN, Flags, GroupInfo, PartInfo, SegmentSize, align
+from kvcore.codecs.parts import decode_parts, encode_parts
+from kvcore.dtypes import DTYPES, to_dtype
+from kvcore.errors import CorruptFrameError, LayoutError
+from kvcore.ops import Backend
+from kvcore.rows import RowLayout
 
-__all__ = ["layer_arrays", "layer_bytes", "segment_sizes"]
+__all__ = ["Raw", "layer_arrays", "layer_bytes", "segment_sizes"]
 
 
 def segment_sizes(group: GroupInfo) -> list[SegmentSize]:
@@ -58,3 +59,54 @@ def layer_arrays(group: GroupInfo, layer: memoryview) -> tuple[npt.NDArray[Any],
         arrays.append(np.ndarray(shape, dtype, buffer=layer, offset=offset, strides=strides))
         offset += group.head_count * head_stride
     return tuple(arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Rows as they are, of every element type: a segment is ``[T, width]``.
+
+    Frames of this codec need not go through it: `layer_arrays` lets a backend gather straight into one.
+
+    Parameters
+    ----------
+    name : str
+        ``"raw"``.
+    """
+
+    name: str = "raw"
+    codec_id: int = field(default=0, init=False)
+    preset: int = field(default=0, init=False)
+    chain: tuple[str, ...] = field(default=("raw",), init=False)
+    precision: int = field(default=0, init=False)
+    tables: bytes = field(default=bytes(8), init=False)
+    lossless: bool = field(default=True, init=False)
+
+    def flags(self, group: GroupInfo) -> Flags:
+        """See `Codec.flags`."""
+        return Flags(0)
+
+    def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
+        """See `Codec.encode`."""
+        return encode_parts(backend, rows, group, _segments, codec=self.name, dtypes=DTYPES)
+
+    def decode(
+        self, backend: Backend, layers: Sequence[Sequence[CodedSegment]], group: GroupInfo, out: RowLayout
+    ) -> None:
+        """See `Codec.decode`."""
+        decode_parts(backend, layers, group, out, lambda part, segments: _array(part, segments, group))
+
+
+def _segments(part: PartInfo, x: Array) -> list[CodedSegment]:
+    return [CodedSegment(head.tobytes()) for layer in x for head in layer]
+
+
+def _array(part: PartInfo, layers: list[list[CodedSegment]], group: GroupInfo) -> Array:
+    for segment in (segment for layer in layers for segment in layer):
+        if len(segment.data) != group.rows * part.row_bytes or segment.tiles:
+            raise CorruptFrameError(
+                f"a raw segment of {len(segment.data)} bytes and {len(segment.tiles)} tiles, "
+                f"not of {group.rows * part.row_bytes} bytes",
+                reason="length",
+            )
+    data = b"".join(segment.data for layer in layers for segment in layer)
+    return np.frombuffer(data, to_dtype(part.dtype)).reshape(len(layers), -1, group.rows, part.width)

@@ -22,8 +22,8 @@ __all__ = ["DIGESTS", "parse_table_set", "table_set"]
 DIGESTS = {
     "gauss": "e5b80cd1975644a4f528e2c4a8e590c6b2df75fc1a02cef41bad1d52dc8d0e3e",
     "exponent": "d3ff7c863129b691737442afba5a9d7bdc0376fd6c085d3906fee49f3537057f",
-    "e4m3fn": "da053107d0ae359f13fdea2105ee2b59d453a77608cc87150f6e9e92df96ac1d",
-    "e5m2": "b8745e5349c240d861b3f8682a63e20ad316c66271ce08a359359d5d7abd6f77",
+    "e4m3fn": "643b81d7b4af592abbbc76aac920700f7523d6ee566a46c7953d23ab62424092",
+    "e5m2": "a492a725aef57f1f499d17892d1feef96d6c27431b99e062897ebe87482dd664",
 }
 """SHA-256 of the file of each set, in hexadecimal."""
 

@@ -35,6 +35,10 @@ RAW_BITS = 16
 SINGLES = [(symbol,) for symbol in range(1, SYMBOLS)]
 PAIRS = [(ZERO + k, ZERO - k) for k in range(1, 128)]
 """Symbols of +-k, where a table is mirrored exactly and so they change together."""
+NEGATIVE_ZERO = 1
+"""The symbol of an 8-bit float's negative zero; that of magnitude 127, which is NaN, would be there."""
+FLOAT8_PAIRS = [(ZERO, NEGATIVE_ZERO), *PAIRS[:-1]]
+"""Symbols of opposite 8-bit floats."""
 
 EXPONENT_MEANS = ("0", "0.5", "1", "1.5", "2", "3", "4.5", "7")
 EXPONENT_PHASES = ("0", "0.25", "0.5", "0.75")
@@ -89,11 +93,13 @@ def exponent_table(index: int) -> list[int]:
 def float8_table(index: int, mantissa_bits: int, magnitudes: int) -> list[int]:
     """Frequencies of X ~ N(mu s, s) cast to an 8-bit float with that many finite magnitudes: 128 +- code."""
     if index < FLOAT8_CENTRED:
-        return freeze(_cast(mpf(0), mpf(2) ** (index - 8), mantissa_bits, magnitudes), PAIRS)
+        return freeze(_cast(mpf(0), mpf(2) ** (index - 8), mantissa_bits, magnitudes), FLOAT8_PAIRS)
     octave, negative = divmod(index - FLOAT8_CENTRED, 2)
     f = freeze(_cast(mpf(FLOAT8_MEAN), mpf(2) ** (octave - 4), mantissa_bits, magnitudes), SINGLES)
-    # The table of the opposite mean is the mirror image. ESC has no opposite.
-    return [f[ESC], *f[:ESC:-1]] if negative else f
+    if negative:  # the table of the opposite mean is the mirror image
+        for positive, opposite in FLOAT8_PAIRS:
+            f[positive], f[opposite] = f[opposite], f[positive]
+    return f
 
 
 def _cast(mean: mpf, s: mpf, mantissa_bits: int, magnitudes: int) -> list[mpf]:
@@ -101,7 +107,7 @@ def _cast(mean: mpf, s: mpf, mantissa_bits: int, magnitudes: int) -> list[mpf]:
     grid = [_magnitude(code, mantissa_bits) for code in range(magnitudes)]
     edges = [(a + b) / 2 / s for a, b in pairwise(grid)]
     p = [mpf(0)] * SYMBOLS
-    p[ZERO] = between(-edges[0] - mean, edges[0] - mean)
+    p[ZERO], p[NEGATIVE_ZERO] = between(-mean, edges[0] - mean), between(-edges[0] - mean, -mean)
     for code, (low, high) in enumerate(pairwise(edges), 1):
         p[ZERO + code] = between(low - mean, high - mean)
         p[ZERO - code] = between(-high - mean, -low - mean)

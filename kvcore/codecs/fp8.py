@@ -1,0 +1,102 @@
+"""Codec ``fp8`` (id 4): 8-bit floats with one scale for each segment.
+
+A segment ``[T, C]``, little-endian: scale float32, then the codes, one byte each, token by token. That is exactly one
+byte for each element, and 4 for each segment. Values come back as code times scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcore.codecs.contract import Array, CodedSegment, Layers
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
+from kvcore.codecs.tiling import host
+from kvcore.dtypes import dtype_name, to_dtype
+from kvcore.errors import ConfigError, CorruptFrameError
+from kvcore.ops import Backend
+from kvcore.quant import SCALE_MAX, SCALE_MIN, Quantized, QuantSpec
+from kvcore.rows import RowLayout
+
+__all__ = ["Fp8"]
+
+_PRESETS = {"fp8": (0, "float8_e4m3fn"), "fp8_e5m2": (1, "float8_e5m2")}
+_AXES = (2, 3)  # of [layers, heads, T, width]: a scale for each segment
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """8-bit floats, saturating.
+
+    Parameters
+    ----------
+    name : {"fp8", "fp8_e5m2"}
+        e4m3fn, or e5m2.
+    scaled : bool
+        Scale each segment so that its largest magnitude becomes the largest code. Without, values are cast as they are
+        (scale 1; beyond 448 they saturate): what engines with an unscaled fp8 cache do.
+    """
+
+    name: str = "fp8"
+    scaled: bool = True
+    codec_id: int = field(default=4, init=False)
+    chain: tuple[str, ...] = field(default=("fp8",), init=False)
+    precision: int = field(default=0, init=False)
+    tables: bytes = field(default=bytes(8), init=False)
+    lossless: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.name not in _PRESETS:
+            raise ConfigError(f"there is no fp8 preset {self.name!r}; there are {', '.join(_PRESETS)}")
+
+    @property
+    def preset(self) -> int:
+        """The preset's number in the header."""
+        return _PRESETS[self.name][0]
+
+    def flags(self, group: GroupInfo) -> Flags:
+        """See `Codec.flags`."""
+        return Flags(0)
+
+    def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
+        """See `Codec.encode`."""
+        spec = QuantSpec.fp8(_PRESETS[self.name][1], _AXES)
+
+        def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
+            given = None if self.scaled else np.ones((*x.shape[:2], 1, 1), np.float32)
+            codes, scale, _ = backend.quantize(x, spec, scale=given)
+            size = x.shape[2] * x.shape[3]
+            return [
+                CodedSegment(s.astype("<f4").tobytes() + c.tobytes())
+                for s, c in zip(host(scale).reshape(-1), host(codes).reshape(-1, size), strict=True)
+            ]
+
+        return encode_parts(backend, rows, group, segments, codec=self.name, dtypes=FLOAT_DTYPES)
+
+    def decode(
+        self, backend: Backend, layers: Sequence[Sequence[CodedSegment]], group: GroupInfo, out: RowLayout
+    ) -> None:
+        """See `Codec.decode`."""
+        spec = QuantSpec.fp8(_PRESETS[self.name][1], _AXES)
+
+        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Array:
+            shape = (len(segments), group.head_count, group.rows, part.width)
+            codes, scale = np.empty(shape, spec.code_dtype), np.empty((*shape[:2], 1, 1), np.float32)
+            for place in np.ndindex(shape[:2]):
+                segment = segments[place[0]][place[1]]
+                reader = Reader(segment.data)
+                scale[place] = reader.array(1, "<f4")[0]
+                codes[place] = reader.array(shape[2] * shape[3], "u1").view(spec.code_dtype).reshape(shape[2:])
+                reader.finish()
+                if segment.tiles:
+                    raise CorruptFrameError("an fp8 segment has no tiles", reason="stream")
+            if not ((scale >= SCALE_MIN) & (scale <= SCALE_MAX)).all():
+                raise CorruptFrameError("a scale outside 2**-100 .. 2**125", reason="stream")
+            if not np.isfinite(codes.astype(np.float32)).all():
+                raise CorruptFrameError(f"a code of {dtype_name(spec.code_dtype)} that is not finite", reason="stream")
+            return host(backend.dequantize(Quantized(codes, scale), spec, dtype=to_dtype(part.dtype)))
+
+        decode_parts(backend, layers, group, out, values)

@@ -1,0 +1,212 @@
+"""The lossy presets of KVS1: `high`, `balanced`, `small`. A chunk's rows to segments, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcore.codecs.contract import Array, CodedSegment, Layers
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
+from kvcore.codecs.segments import StepRule, decode_segments, encode_segments
+from kvcore.codecs.tables import table_set
+from kvcore.dtypes import finite_max, to_dtype
+from kvcore.entropy import TILE_TOKENS
+from kvcore.errors import CorruptFrameError, UnsupportedOpError
+from kvcore.ops import Backend
+from kvcore.rope import RopeParams, rope_table
+from kvcore.rows import RowLayout
+
+__all__ = ["PRESETS", "Kvs1", "Preset"]
+
+logger = logging.getLogger("kvcore")
+
+_KEYS = ("K", "R")  # the parts that carry RoPE: keys, and the RoPE part of an MLA row
+_MAX_POSITION, _MAX_FREQUENCY = 1 << 20, 1e3  # what `rope_table` rotates by, and to what angles it is exact
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A point between size and fidelity: its number, and the step's constant without and with level constants."""
+
+    number: int
+    constant: int
+    leveled: int
+
+
+PRESETS = {"high": Preset(1, -23, -22), "balanced": Preset(2, -14, -13), "small": Preset(3, -8, -8)}
+
+
+@dataclass(frozen=True, slots=True)
+class Kvs1:
+    """KVS1 at one preset.
+
+    Parameters
+    ----------
+    name : str
+        Of `PRESETS`.
+    levels : tuple of int, optional
+        The model's level constants for keys and values, in eighths of an octave; None: the step follows R alone.
+    """
+
+    name: str
+    levels: tuple[int, int] | None = None
+    codec_id: int = field(default=1, init=False)
+    lossless: bool = field(default=False, init=False)
+    chain: tuple[str, ...] = field(default=("kvs1",), init=False)
+
+    @property
+    def preset(self) -> int:
+        """The preset's number in the header."""
+        return PRESETS[self.name].number
+
+    @property
+    def precision(self) -> int:
+        """Bits of the frequency tables."""
+        return table_set("gauss").bits
+
+    @property
+    def tables(self) -> bytes:
+        """The table set, as the header names it."""
+        return table_set("gauss").digest[:8]
+
+    def flags(self, group: GroupInfo) -> Flags:
+        """See `Codec.flags`."""
+        flags = Flags.OFFSET
+        if self.levels is not None:
+            flags |= Flags.LEVELS
+        if _rotation(group) is not None:
+            flags |= Flags.UNROPED
+        return flags
+
+    def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
+        """See `Codec.encode`. A row at position 0 of a sequence is stored as it is."""
+        rotation = _rotation(group)
+
+        def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
+            flat = x.reshape(-1, *x.shape[2:])
+            return self._encode_part(backend, part, flat, group, rotation if part.name in _KEYS else None)
+
+        return encode_parts(backend, rows, group, segments, codec=self.name, dtypes=FLOAT_DTYPES)
+
+    def decode(
+        self, backend: Backend, layers: Sequence[Sequence[CodedSegment]], group: GroupInfo, out: RowLayout
+    ) -> None:
+        """See `Codec.decode`."""
+
+        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Array:
+            flat = _decode_part(backend, part, [s for layer in segments for s in layer], group)
+            return flat.reshape(len(segments), -1, *flat.shape[1:])
+
+        decode_parts(backend, layers, group, out, values)
+
+    def _rule(self, part: PartInfo) -> StepRule:
+        preset = PRESETS[self.name]
+        if self.levels is None:
+            return StepRule(preset.constant)
+        return StepRule(preset.leveled, self.levels[0 if part.name in _KEYS else 1])
+
+    def _encode_part(
+        self, backend: Backend, part: PartInfo, x: Array, group: GroupInfo, rotation: RopeParams | None
+    ) -> list[CodedSegment]:
+        """Encode one part, ``[layers * heads, T, width]``: 256 tokens at a time, all layers and heads at once."""
+        names = [f"layer {group.layers[i // group.head_count]}" for i in range(len(x))]
+        pieces = []
+        for start, stop in _chunks(group.rows):
+            piece, position = x[:, start:stop], group.base_position + start
+            pieces.append(
+                encode_segments(
+                    backend,
+                    piece if rotation is None else _turn(backend, piece, rotation, -1, position),
+                    tables=table_set("gauss"),
+                    rule=self._rule(part),
+                    raw_rows=(0,) if position == 0 else (),
+                    raw_values=piece,
+                    unroped=rotation is not None,
+                    names=names,
+                )
+            )
+        return [
+            CodedSegment(b"".join(p.data for p in parts), tuple(t for p in parts for t in p.tiles))
+            for parts in zip(*pieces, strict=True)
+        ]
+
+
+def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegment], group: GroupInfo) -> Array:
+    dtype = to_dtype(part.dtype)
+    if part.dtype not in FLOAT_DTYPES:
+        raise CorruptFrameError(f"KVS1 does not write {part.dtype}", reason="layout")
+    result = np.empty((len(segments), group.rows, part.width), dtype)
+    readers, taken = [Reader(s.data) for s in segments], 0
+    for start, stop in _chunks(group.rows):
+        decoded = decode_segments(
+            backend,
+            readers,
+            [s.tiles[taken:] for s in segments],
+            tables=table_set("gauss"),
+            tokens=stop - start,
+            channels=part.width,
+            dtype=dtype,
+        )
+        target, taken = result[:, start:stop], taken + decoded.tiles
+        if decoded.unroped:
+            rotation = _rotation(group)
+            if rotation is None or part.name not in _KEYS:
+                raise CorruptFrameError(f"part {part.name} has RoPE taken off, but no RoPE to put on", reason="stream")
+            _turn(backend, decoded.values, rotation, 1, group.base_position + start, out=target)
+        else:
+            limit = finite_max(dtype)  # in float16 a value may be rounded beyond it
+            target[...] = np.clip(decoded.values, -limit, limit).astype(dtype)
+        target[:, decoded.rows] = decoded.raw
+    for reader, segment in zip(readers, segments, strict=True):
+        reader.finish()
+        if len(segment.tiles) != taken:
+            raise CorruptFrameError(f"a segment has {len(segment.tiles)} tiles, {taken} were expected", reason="length")
+    return result
+
+
+def _chunks(tokens: int) -> list[tuple[int, int]]:
+    """Return the ranges of tokens that are coded together."""
+    return [(start, min(start + TILE_TOKENS, tokens)) for start in range(0, tokens, TILE_TOKENS)]
+
+
+def _turn(
+    backend: Backend, x: Array, rotation: RopeParams, sign: int, position: int, *, out: Array | None = None
+) -> Array:
+    """Rotate keys ``[S, T, C]`` by their positions, forwards (1) or back (-1)."""
+    cos, sin = rope_table(rotation, sign * np.arange(position, position + x.shape[1], dtype=np.int64))
+    target = np.empty(x.shape, np.float32) if out is None else out
+    backend.shift_rope(x[:, :, None], cos, sin, interleaved=rotation.interleaved, out=target[:, :, None])
+    return target
+
+
+_warned: set[str] = set()
+
+
+def _rotation(group: GroupInfo) -> RopeParams | None:
+    """Return the rotation that is taken off a group's keys: None where it is unknown, or unsupported (warned once)."""
+    if group.rope is None or group.base_position < 0:
+        return None
+    try:
+        _check_rotation(group, group.rope)
+    except UnsupportedOpError as error:
+        if str(error) not in _warned:
+            _warned.add(str(error))
+            logger.warning("keys keep their RoPE in stored KV, which then takes more room: %s", error)
+        return None
+    return group.rope
+
+
+def _check_rotation(group: GroupInfo, rope: RopeParams) -> None:
+    """Raise unless keys can be rotated back; a frame's parameters may be anything."""
+    width = min((part.width for part in group.parts if part.name in _KEYS), default=0)
+    if rope.rotary_dims > width:
+        raise UnsupportedOpError(f"{rope.rotary_dims} rotary channels of keys that have {width}")
+    if group.base_position + group.rows > _MAX_POSITION:
+        raise UnsupportedOpError("positions beyond 2**20 are not rotated")
+    frequencies = rope.frequencies()
+    if not (np.isfinite(frequencies).all() and np.abs(frequencies).max() <= _MAX_FREQUENCY):
+        raise UnsupportedOpError(f"RoPE frequencies beyond {_MAX_FREQUENCY} radians a token are not rotated")

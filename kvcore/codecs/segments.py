@@ -1,0 +1,271 @@
+"""KVS1 segments: composed from the ops of whatever backend holds the memory.
+
+`encode_segments` and `decode_segments` are the definition of what a fused implementation must equal, byte for byte.
+Many segments of one shape are coded in one go: the reference is vectorised over tiles, and so are kernels.
+
+A segment's bytes, little-endian::
+
+    k u8 | flags u8 | raw rows u8 | 0 | raw row numbers u8[...] | multipliers: 4 bits a token, low nibble first
+    | raw rows in the logical dtype | zero pad to 4 | tiles of 64 channels, the last one narrower
+
+Nibbles hold multiplier + 8. With flag ALL_RAW the multipliers and tiles are absent, and all rows are raw, in order,
+without their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.codecs.contract import Array, CodedSegment
+from kvcore.codecs.parts import Reader
+from kvcore.codecs.quantizer import MULTIPLIERS, TARGET_BITS, fit_codes, rms_exponent, steps, token_multipliers
+from kvcore.codecs.tiling import decode_tiles, encode_tiles, host, tile_count
+from kvcore.entropy import TILE_TOKENS, TableSet
+from kvcore.errors import CorruptFrameError, LayoutError
+from kvcore.ops import Backend
+from kvcore.quant import Quantized, QuantSpec
+
+__all__ = ["MAX_RAW_ROWS", "Decoded", "SegmentFlags", "StepRule", "decode_segments", "encode_segments"]
+
+MAX_RAW_ROWS = 4
+
+Tile: TypeAlias = tuple[int, int]
+
+_SPEC = QuantSpec.symmetric(16, (2,))
+
+
+class SegmentFlags(IntFlag):
+    """What a segment's bytes contain."""
+
+    UNROPED = 1
+    ALL_RAW = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepRule:
+    """How a preset turns R into a step.
+
+    Parameters
+    ----------
+    constant : int
+        Eighths of an octave: the step is ``R * 2**(constant / 8)``.
+    level : int, optional
+        The model's level c on the same grid; then the step is ``sqrt(R * 2**(c/8)) * 2**(constant / 8)``.
+    """
+
+    constant: int
+    level: int | None = None
+
+    def k(self, j: int) -> int:
+        """Return k for an R of ``2**(j/8)``."""
+        return 128 + self.constant + (j if self.level is None else -(-(j + self.level) // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A chunk of S segments.
+
+    Parameters
+    ----------
+    values : float32 array ``[S, T, C]``
+        Still without RoPE if `unroped`. Raw rows hold nothing of use.
+    rows : list of int
+        Numbers of the raw rows.
+    raw : array ``[S, rows, C]``
+        The raw rows, to be put in place at the very end.
+    unroped : bool
+    tiles : int
+        Tiles that each segment took from its directory.
+    """
+
+    values: Array
+    rows: list[int]
+    raw: Array
+    unroped: bool
+    tiles: int
+
+
+def encode_segments(
+    backend: Backend,
+    x: Any,
+    *,
+    tables: TableSet,
+    rule: StepRule,
+    raw_rows: Sequence[int] = (),
+    raw_values: Any = None,
+    unroped: bool = False,
+    names: Sequence[str] | None = None,
+) -> list[CodedSegment]:
+    """Encode S segments of one shape.
+
+    Parameters
+    ----------
+    backend : Backend
+    x : float16, bfloat16 or float32 array ``[S, T, C]``
+        T of 1 to 256. With `unroped` it is keys with RoPE taken off.
+    tables : TableSet
+    rule : StepRule
+    raw_rows : sequence of int
+        Rows that are stored as they are, at most 4; ascending.
+    raw_values : array ``[S, T, C]``, optional
+        Where raw rows are taken from, in the logical dtype; `x` if not given.
+    unroped : bool
+        Recorded, for the decoder.
+    names : sequence of str, optional
+        Of the segments, for errors.
+
+    Raises
+    ------
+    QuantizationError
+        A NaN or infinity, or values beyond every step. Nothing has been written.
+    LayoutError
+        More tokens than a tile has, or raw rows out of order.
+    """
+    count, tokens, _ = x.shape
+    flags = SegmentFlags.UNROPED if unroped else SegmentFlags(0)
+    rows = _check_rows(raw_rows, tokens)
+    source = host(x if raw_values is None else raw_values)
+    kept = [t for t in range(tokens) if t not in rows]
+    if tokens <= MAX_RAW_ROWS or len(kept) < 2:
+        return [_all_raw(source[s], flags) for s in range(count)]
+    k, multipliers = _choose_steps(backend, x, kept, rule, names or [f"segment {s}" for s in range(count)])
+    scale = steps(k[:, None] + 2 * multipliers)[:, :, None]
+    values = host(backend.quantize(x, _SPEC, scale=scale).codes)
+    values[:, rows] = 0
+    skip = np.zeros((count, tokens), np.uint8)
+    skip[:, rows] = 1
+    return [
+        CodedSegment(_head(int(k[s]), multipliers[s], flags, rows, source[s]) + coded.data, coded.tiles)
+        for s, coded in enumerate(encode_tiles(backend, values, tables, use_offsets=True, skip=skip))
+    ]
+
+
+def decode_segments(
+    backend: Backend,
+    readers: Sequence[Reader],
+    directory: Sequence[Sequence[Tile]],
+    *,
+    tables: TableSet,
+    tokens: int,
+    channels: int,
+    dtype: np.dtype[Any],
+) -> Decoded:
+    """Decode what comes next in the readers of S segments: one chunk of up to 256 tokens of each.
+
+    Parameters
+    ----------
+    backend : Backend
+    readers : sequence of Reader
+        Of segments that `encode_segments` made together.
+    directory : sequence of sequence of (int, int)
+        Each segment's tiles from here on; those of later chunks may follow.
+    tables : TableSet
+    tokens, channels : int
+    dtype : numpy.dtype
+        The logical dtype, which raw rows have.
+
+    Raises
+    ------
+    CorruptFrameError
+        With reason ``"stream"`` or ``"length"``: the bytes are no segments of this shape.
+    """
+    heads = [_read_head(reader, tokens, channels, dtype) for reader in readers]
+    first = heads[0]
+    if any((h.flags, h.rows) != (first.flags, first.rows) for h in heads):
+        raise CorruptFrameError("segments of one part differ in their flags or raw rows", reason="stream")
+    raw = np.stack([h.raw for h in heads])
+    unroped = bool(first.flags & SegmentFlags.UNROPED)
+    if first.flags & SegmentFlags.ALL_RAW:
+        return Decoded(np.zeros((len(heads), tokens, channels), np.float32), first.rows, raw, unroped, 0)
+    count = tile_count(tokens, channels)
+    values = decode_tiles(
+        backend,
+        readers,
+        [tuple(tiles[:count]) for tiles in directory],
+        tables,
+        tokens=tokens,
+        channels=channels,
+        use_offsets=True,
+    )
+    k = np.array([h.k for h in heads], np.int64)
+    scale = steps(k[:, None] + 2 * np.stack([h.multipliers for h in heads]))[:, :, None]
+    return Decoded(backend.dequantize(Quantized(values, scale), _SPEC), first.rows, raw, unroped, count)
+
+
+def _choose_steps(
+    backend: Backend, x: Any, kept: list[int], rule: StepRule, names: Sequence[str]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return k ``[S]`` and the multipliers ``[S, T]``, 0 for raw rows."""
+    count, tokens, channels = x.shape
+    counted = x if len(kept) == tokens else x[:, kept]
+    largest = host(backend.reduce_absmax(counted, (2,)))[:, :, 0]
+    top = largest.max(axis=1)
+    exponent = np.where(top > 0, TARGET_BITS - np.frexp(top)[1], 0).astype(np.int32)
+    by_channel = host(backend.reduce_moments(counted, exponent[:, None, None], (1,)))[:, :, 0]
+    by_token = host(backend.reduce_moments(counted, exponent[:, None, None], (2,)))[1, :, :, 0]
+    n = len(kept)
+    # T * sum of squares stays below 2**45 for a channel, and so does the sum over channels below 2**63.
+    spread = (n * by_channel[1] - by_channel[0] ** 2).sum(axis=-1)
+    k, multipliers = np.zeros(count, np.int64), np.zeros((count, tokens), np.int64)
+    for s in np.flatnonzero(top):
+        j = rms_exponent(int(spread[s]), n, channels)
+        k[s] = rule.k(j - 8 * int(exponent[s]))
+        multipliers[s, kept] = token_multipliers(by_token[s], j, channels)
+    return fit_codes(k, multipliers[:, kept], largest, names), multipliers
+
+
+def _check_rows(raw_rows: Sequence[int], tokens: int) -> list[int]:
+    rows = [int(r) for r in raw_rows]
+    if not 1 <= tokens <= TILE_TOKENS:
+        raise LayoutError(f"a segment has 1 to {TILE_TOKENS} tokens, got {tokens}")
+    if rows != sorted(set(rows)) or len(rows) > MAX_RAW_ROWS or any(not 0 <= r < tokens for r in rows):
+        raise LayoutError(f"raw rows are up to {MAX_RAW_ROWS} ascending rows below {tokens}, got {rows}")
+    return rows
+
+
+def _all_raw(source: Array, flags: SegmentFlags) -> CodedSegment:
+    data = bytes([0, flags | SegmentFlags.ALL_RAW, len(source), 0]) + source.tobytes()
+    return CodedSegment(data + bytes(-len(data) % 4), ())
+
+
+def _head(k: int, multipliers: Array, flags: SegmentFlags, rows: list[int], source: Array) -> bytes:
+    nibbles = (multipliers - MULTIPLIERS[0]).astype(np.uint8)
+    nibbles = np.append(nibbles, np.zeros(len(nibbles) % 2, np.uint8))
+    head = bytes([k, flags, len(rows), 0, *rows]) + (nibbles[0::2] | nibbles[1::2] << 4).tobytes()
+    head += source[rows].tobytes()
+    return head + bytes(-len(head) % 4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    k: int
+    flags: SegmentFlags
+    rows: list[int]
+    multipliers: Array
+    raw: Array
+
+
+def _read_head(reader: Reader, tokens: int, channels: int, dtype: np.dtype[Any]) -> _Head:
+    """Read a segment up to its tiles; everything must be there and mean something."""
+    start = bytes(reader.take(4))
+    k, bits, count, zero = start
+    flags = SegmentFlags(bits & (SegmentFlags.UNROPED | SegmentFlags.ALL_RAW))
+    all_raw = bool(flags & SegmentFlags.ALL_RAW)
+    if bits != flags or zero or (count != tokens or k if all_raw else count > MAX_RAW_ROWS):
+        raise CorruptFrameError(f"a segment's head {start.hex()} means nothing", reason="stream")
+    rows = list(range(tokens)) if all_raw else list(reader.take(count))
+    if rows != sorted(set(rows)) or (rows and rows[-1] >= tokens):
+        raise CorruptFrameError(f"raw rows {rows} of a segment of {tokens} tokens", reason="stream")
+    packed = reader.array(0 if all_raw else (tokens + 1) // 2, "u1")
+    nibbles = np.stack([packed & 15, packed >> 4], axis=1).reshape(-1).astype(np.int64)
+    if nibbles[tokens:].any():
+        raise CorruptFrameError("padding of a segment is not zero", reason="stream")
+    raw = reader.array(len(rows) * channels * dtype.itemsize, "u1").view(dtype).reshape(len(rows), channels)
+    reader.pad(4)
+    return _Head(k, flags, rows, nibbles[:tokens] + MULTIPLIERS[0], raw)

@@ -1,0 +1,159 @@
+"""KVS1 segments: what goes in comes out within half a step, the same bytes every time, and bad bytes are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcore
+from kvcore.codecs.contract import CodedSegment
+from kvcore.codecs.parts import Reader
+from kvcore.codecs.quantizer import steps
+from kvcore.codecs.segments import Decoded, StepRule, decode_segments, encode_segments
+from kvcore.codecs.tables import table_set
+from kvcore.dtypes import BFLOAT16
+from kvcore.errors import CorruptFrameError, LayoutError, QuantizationError
+
+GAUSS = table_set("gauss")
+RULE = StepRule(-14)
+
+
+@pytest.fixture(scope="module")
+def backend() -> kvcore.Backend:
+    return kvcore.open_backend("cpu_ref")
+
+
+def keys(seed: int, segments: int, tokens: int, channels: int, *, spread: float = 1.0) -> Any:
+    """Keys as models have them: channels with means, tokens with magnitudes of their own."""
+    rng = np.random.default_rng(seed)
+    mean = rng.standard_normal((segments, 1, channels)) * 2
+    size = np.exp(spread * rng.standard_normal((segments, tokens, 1)) / 2)
+    return (mean + size * rng.standard_normal((segments, tokens, channels))).astype(BFLOAT16)
+
+
+def encode(backend: kvcore.Backend, x: Any, rule: StepRule = RULE, **how: Any) -> list[CodedSegment]:
+    return encode_segments(backend, x, tables=GAUSS, rule=rule, **how)
+
+
+def decode(backend: kvcore.Backend, segments: list[CodedSegment], x: Any) -> Decoded:
+    readers = [Reader(s.data) for s in segments]
+    decoded = decode_segments(
+        backend,
+        readers,
+        [s.tiles for s in segments],
+        tables=GAUSS,
+        tokens=x.shape[1],
+        channels=x.shape[2],
+        dtype=np.dtype(x.dtype),
+    )
+    for reader in readers:
+        reader.finish()
+    return decoded
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    segments=st.integers(1, 3),
+    tokens=st.one_of(st.integers(1, 40), st.sampled_from([255, 256])),
+    channels=st.sampled_from([1, 3, 32, 64, 65, 96, 128]),
+    constant=st.sampled_from([-23, -14, -8]),
+    first_raw=st.booleans(),
+)
+def test_every_value_comes_back_within_half_a_step(
+    seed: int, segments: int, tokens: int, channels: int, constant: int, first_raw: bool
+) -> None:
+    backend = kvcore.open_backend("cpu_ref")
+    x = keys(seed, segments, tokens, channels)
+    coded = encode(backend, x, StepRule(constant), raw_rows=[0] if first_raw else [])
+    assert coded == encode(backend, x, StepRule(constant), raw_rows=[0] if first_raw else [])
+    decoded = decode(backend, coded, x)
+    y, rows = decoded.values, set(decoded.rows)
+    assert decoded.raw.tobytes() == x[:, decoded.rows].tobytes()
+    assert (0 in rows) == (first_raw or len(rows) == tokens)
+    for s, segment in enumerate(coded):
+        head = bytes(segment.data[: 4 + len(rows) + (tokens + 1) // 2])
+        for t in set(range(tokens)) - rows:
+            nibble = head[4 + len(rows) + t // 2] >> 4 * (t % 2) & 15
+            step = float(steps(np.array([head[0] + 2 * (nibble - 8)]))[0])
+            error = np.abs(y[s, t].astype(np.float64) - x[s, t].astype(np.float64)).max()
+            assert error <= step * 0.5001
+
+
+def test_segments_do_not_depend_on_their_company(backend: kvcore.Backend) -> None:
+    x = keys(1, 5, 64, 64)
+    together = encode(backend, x)
+    assert together == [encode(backend, x[s : s + 1])[0] for s in range(5)]
+
+
+def test_the_presets_constants_are_sizes(backend: kvcore.Backend) -> None:
+    x = keys(2, 2, 256, 64)
+    sizes = [sum(len(s.data) for s in encode(backend, x, StepRule(c))) for c in (-23, -14, -8)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < x.nbytes / 4
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3e-5, 2.0**-140, 300.0])
+def test_constant_segments(backend: kvcore.Backend, value: float) -> None:
+    x = np.full((1, 256, 64), value, np.float32)
+    coded = encode(backend, x)
+    y = decode(backend, coded, x).values
+    assert np.abs(y - x).max() <= max(abs(value) * 2.0**-13, 2.0**-15)  # k = 0 with the largest multiplier
+    assert len(coded[0].data) < 300
+
+
+def test_an_outlier_token_does_not_cost_the_others_their_step(backend: kvcore.Backend) -> None:
+    x = keys(3, 1, 256, 64, spread=0.2)
+    x[0, 100] *= 64
+    y = decode(backend, encode(backend, x), x).values
+    error = np.abs(y.astype(np.float64) - x.astype(np.float64))[0]
+    assert error[100].max() > 4 * np.delete(error, 100, axis=0).max()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused(backend: kvcore.Backend, bad: float) -> None:
+    x = keys(4, 2, 16, 8)
+    x[1, 3, 5] = bad
+    with pytest.raises(QuantizationError):
+        encode(backend, x)
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [0, 0], [-1], [16], [0, 1, 2, 3, 4]])
+def test_raw_rows_that_mean_nothing_are_refused(backend: kvcore.Backend, rows: list[int]) -> None:
+    with pytest.raises(LayoutError):
+        encode(backend, keys(5, 1, 16, 8), raw_rows=rows)
+
+
+def test_more_tokens_than_a_tile_are_refused(backend: kvcore.Backend) -> None:
+    with pytest.raises(LayoutError, match="1 to 256"):
+        encode(backend, keys(5, 1, 257, 8))
+
+
+def test_short_and_altered_segments_are_refused_or_harmless(backend: kvcore.Backend) -> None:
+    x = keys(6, 1, 12, 5)
+    segment = encode(backend, x, raw_rows=[0])[0]
+    whole = bytes(segment.data)
+    for cut in range(len(whole)):
+        with pytest.raises(CorruptFrameError):
+            decode(backend, [CodedSegment(whole[:cut], segment.tiles)], x)
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            y = decode(backend, [CodedSegment(bytes(flipped), segment.tiles)], x).values
+        except CorruptFrameError:
+            continue
+        assert y.shape == x.shape  # a flipped step or multiplier is another value; the frame's digest finds those
+
+
+def test_tile_entries_that_lie_are_refused(backend: kvcore.Backend) -> None:
+    x = keys(7, 1, 64, 64)
+    segment = encode(backend, x)[0]
+    mode, words = segment.tiles[0]
+    for tiles in ((), ((3, words),), ((mode, words - 1),), ((0, 0),), ((1, words),)):
+        with pytest.raises(CorruptFrameError):
+            decode(backend, [CodedSegment(segment.data, tiles)], x)
