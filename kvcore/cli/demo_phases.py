@@ -55,8 +55,11 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     first = _next_token(model, tokens, cache)
     ttft = time.perf_counter() - began
     new = _decode(model, first, cache, request["new_tokens"], "cold", tell)
-    tell(stage="cold process: store the KV", total=None)
-    report = kv_cache.save(tokens, cache)
+    codec, chunk = request["codec"], kv_cache.prefix.namespace.chunk_tokens
+    tell(stage=f"cold process: store the KV, codec {codec}", total=len(tokens) // chunk)
+    report = kv_cache.save(tokens, cache, progress=lambda _: tell(advance=1))
+    if not report.tokens:
+        raise ConfigError(f"codec {codec} does not take the values of the first chunk; the log says why")
     return {
         "tokens": tokens,
         "new_tokens": new,
@@ -70,10 +73,11 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
 def _warm(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Restore the prefix, compute the rest, and go on from there."""
     tell(stage="warm process: load the model", total=None)
+    tokenizer = _load_tokenizer(request["model"])
     model, tokens = _load_model(request["model"]), request["tokens"]
     kv_cache = _open_cache(model, request)
     _warm_up(model, tokens)
-    tell(stage="warm process: restore the KV", total=None)
+    tell(stage=f"warm process: restore the KV, codec {request['codec']}", total=None)
     began = time.perf_counter()
     cache, hit = kv_cache.restore(tokens)
     first = _next_token(model, tokens[hit:], cache)
@@ -84,6 +88,7 @@ def _warm(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return {
         "hit_tokens": hit,
         "new_tokens": new,
+        "generated": tokenizer.decode(new, skip_special_tokens=True),
         "ttft_ms": ttft * 1e3,
         "backend": backend.name,
         "ops": [{"op": p.op, "backend": p.backend, "implementation": p.implementation} for p in plans],
@@ -128,6 +133,7 @@ def _open_cache(model: Any, request: dict[str, Any]) -> PrefixKVCache:
         backend=request["backend"],
         name=request["model"]["name"],
         kv_dtype=request["kv_dtype"],
+        codec=request["codec"],
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvcore.codecs import raw
+from kvcore.codecs.contract import Codec, CodedSegment
 from kvcore.codecs.frame_format import (
     CRC_BYTES,
     HEADER_BYTES,
@@ -21,11 +22,12 @@ from kvcore.codecs.frame_format import (
     crc32c,
     directory_size,
     pack_directory,
+    pack_levels,
     pack_varlen,
 )
 from kvcore.codecs.frame_reader import FrameReader
+from kvcore.codecs.frame_stream import stream_layers
 from kvcore.codecs.frame_values import (
-    CODECS,
     LAYER_ALIGN,
     SEGMENT_ALIGN,
     Buffer,
@@ -35,14 +37,17 @@ from kvcore.codecs.frame_values import (
     LayerEntry,
     PartInfo,
     Segment,
+    SegmentSize,
     byte_view,
     place_layers,
     stored_order,
 )
+from kvcore.codecs.registry import get_codec
 from kvcore.errors import ConfigError, LayoutError
+from kvcore.ops import Backend
+from kvcore.rows import RowLayout
 
 __all__ = [
-    "CODECS",
     "HEADER_BYTES",
     "LAYER_ALIGN",
     "MAGIC",
@@ -60,7 +65,9 @@ __all__ = [
     "LayerEntry",
     "PartInfo",
     "Segment",
+    "encode_frame",
     "plan_frame",
+    "stream_layers",
     "write_frame",
 ]
 
@@ -96,7 +103,8 @@ def plan_frame(
     tokens: int,
     namespace: bytes,
     key: bytes,
-    codec: str = "raw",
+    codec: Codec | str = "raw",
+    sizes: Sequence[Sequence[SegmentSize]] | None = None,
 ) -> FramePlan:
     """Lay out a frame, without allocating it.
 
@@ -107,29 +115,31 @@ def plan_frame(
         Tokens of the chunk, at least 1.
     namespace, key : bytes
         32-byte digests.
-    codec : str
-        A name of `CODECS`.
+    codec : Codec or str
+        Or its preset's name.
+    sizes : sequence of sequences of (bytes, tiles), optional
+        Of the segments, in (part, head) order for every stored layer. Those of codec raw follow from the groups.
 
     Raises
     ------
     ConfigError
-        An unknown codec, no tokens, or a digest that has not 32 bytes.
+        An unknown codec, no tokens, a digest that has not 32 bytes, or a level constant out of range.
     LayoutError
-        More layers than a frame holds, or a segment of 4 GiB or more.
+        More layers than a frame holds, not as many segments as the groups have, or one of 4 GiB or more.
     """
-    groups = tuple(groups)
-    if codec not in CODECS:
-        raise ConfigError(f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
+    groups, codec = tuple(groups), get_codec(codec) if isinstance(codec, str) else codec
     if not 1 <= tokens < 2**32:
         raise ConfigError(f"a frame holds 1 to 2**32 - 1 tokens, got {tokens}")
     layer_count = sum(len(group.layers) for group in groups)
     if not 1 <= layer_count <= 0xFFFF:
         raise LayoutError(f"a frame holds 1 to {0xFFFF} layers, got {layer_count} in {len(groups)} groups")
-    for group in groups:
-        if (largest := max(nbytes for nbytes, _ in raw.segment_sizes(group))) >= 2**32:
-            raise LayoutError(f"a segment of {largest} bytes is 4 GiB or more; use shorter chunks")
-    varlen = pack_varlen(Varlen(namespace, key, (codec,), groups))
-    sizes = [raw.segment_sizes(groups[index]) for _, index in stored_order(groups)]
+    if sizes is None:
+        if codec.codec_id:
+            raise LayoutError(f"the sizes of segments of codec {codec.name} do not follow from the groups; give them")
+        sizes = [raw.segment_sizes(groups[index]) for _, index in stored_order(groups)]
+    _check_segments(groups, sizes)
+    varlen = pack_varlen(Varlen(namespace, key, codec.chain, groups))
+    levels: tuple[int, int] | None = getattr(codec, "levels", None)
     header = FrameHeader(
         tokens=tokens,
         layers=layer_count,
@@ -138,10 +148,37 @@ def plan_frame(
         directory_bytes=directory_size(sizes),
         raw_bytes=sum(group.raw_bytes for group in groups),
         stored_bytes=0,
-        codec_id=CODECS[codec],
+        codec_id=codec.codec_id,
+        preset=codec.preset,
+        precision=codec.precision,
+        flags=_flags(codec, groups),
+        tables=codec.tables,
+        reserved=pack_levels(levels),
     )
     layers = place_layers(groups, [(0, layer) for layer in sizes], header.head_bytes)
     return FramePlan(replace(header, stored_bytes=layers[-1].stop), groups, varlen, layers)
+
+
+def _flags(codec: Codec, groups: Sequence[GroupInfo]) -> int:
+    flags = Flags(0)
+    for group in groups:
+        flags |= codec.flags(group)
+    return int(flags)
+
+
+def _check_segments(groups: Sequence[GroupInfo], sizes: Sequence[Sequence[SegmentSize]]) -> None:
+    """Raise `LayoutError` unless there are as many segments as the groups say, each of a size that can be stored."""
+    wanted = [groups[index].segment_count for _, index in stored_order(groups)]
+    given = [len(layer) for layer in sizes]
+    if given != wanted:
+        raise LayoutError(f"{given} segments by layer do not fit groups that have {wanted}")
+    for layer in sizes:
+        for nbytes, tiles in layer:
+            if nbytes >= 2**32 or len(tiles) > 0xFFFF:
+                raise LayoutError(
+                    f"a segment of {nbytes} bytes in {len(tiles)} tiles is 4 GiB or more, or {0x10000} tiles or more; "
+                    "use shorter chunks"
+                )
 
 
 class FrameWriter:
@@ -177,12 +214,12 @@ class FrameWriter:
 
 def write_frame(
     groups: Sequence[GroupInfo],
-    layers: Sequence[Sequence[Buffer]],
+    layers: Sequence[Sequence[CodedSegment | Buffer]],
     *,
     tokens: int,
     namespace: bytes,
     key: bytes,
-    codec: str = "raw",
+    codec: Codec | str = "raw",
     digest: Digest,
 ) -> bytearray:
     """Write a frame from segments that already exist, one copy each. `FrameWriter` saves that copy.
@@ -190,8 +227,9 @@ def write_frame(
     Parameters
     ----------
     groups : sequence of GroupInfo
-    layers : sequence of sequences of bytes-like
-        Segments in (part, head) order, for every stored layer in ascending order of the model's layers.
+    layers : sequence of sequences of CodedSegment or bytes-like
+        Segments in (part, head) order, for every stored layer in ascending order of the model's layers. Bytes alone
+        are a segment without tiles.
     tokens, namespace, key, codec
         As in `plan_frame`.
     digest : callable
@@ -199,18 +237,68 @@ def write_frame(
 
     Raises
     ------
+    ConfigError
+        As `plan_frame` does.
     LayoutError
-        The segments are not as many, or not as long, as the groups say. Nothing has been written.
+        The segments are not as many, or (raw) not as long, as the groups say. Nothing has been written.
     """
-    plan = plan_frame(groups, tokens=tokens, namespace=namespace, key=key, codec=codec)
-    views = [[byte_view(segment) for segment in layer] for layer in layers]
-    given = [[len(view) for view in layer] for layer in views]
-    wanted = [[segment.nbytes for segment in entry.segments] for entry in plan.layers]
-    if given != wanted:
-        raise LayoutError(f"segments of {given} bytes do not fit groups that need {wanted}, per layer")
+    segments = [[s if isinstance(s, CodedSegment) else CodedSegment(memoryview(s)) for s in layer] for layer in layers]
+    views = [[byte_view(s.data) for s in layer] for layer in segments]
+    sizes: list[list[SegmentSize]] = [
+        [(len(view), s.tiles) for view, s in zip(*pair, strict=True)] for pair in zip(views, segments, strict=True)
+    ]
+    codec = get_codec(codec) if isinstance(codec, str) else codec
+    plan = plan_frame(groups, tokens=tokens, namespace=namespace, key=key, codec=codec, sizes=sizes)
+    if codec.codec_id == 0:
+        given = [[nbytes for nbytes, _ in layer] for layer in sizes]
+        wanted = [[nbytes for nbytes, _ in raw.segment_sizes(groups[index])] for _, index in stored_order(groups)]
+        if given != wanted:
+            raise LayoutError(f"segments of {given} bytes do not fit groups that need {wanted}, per layer")
     writer = FrameWriter(plan)
     for index, entry in enumerate(plan.layers):
         target = writer.layer_view(index)
         for segment, view in zip(entry.segments, views[index], strict=True):
             target[segment.offset - entry.start :][: segment.nbytes] = view
     return writer.finish(digest)
+
+
+def encode_frame(
+    backend: Backend,
+    groups: Sequence[GroupInfo],
+    rows: Sequence[RowLayout],
+    *,
+    tokens: int,
+    namespace: bytes,
+    key: bytes,
+    codec: Codec | str,
+) -> bytearray:
+    """Encode a chunk and write its frame.
+
+    Parameters
+    ----------
+    backend : Backend
+        With the ops of the codec, and `digest`.
+    groups : sequence of GroupInfo
+    rows : sequence of RowLayout
+        For each group the dense rows of all its layers.
+    tokens, namespace, key, codec
+        As in `plan_frame`.
+
+    Raises
+    ------
+    QuantizationError
+        A value that the codec cannot hold. Nothing has been written.
+    ConfigError, LayoutError, UnsupportedOpError
+        The codec, the groups and the rows do not go together.
+    """
+    codec = get_codec(codec) if isinstance(codec, str) else codec
+    if len(rows) != len(groups):
+        raise LayoutError(f"{len(groups)} groups, but rows of {len(rows)}")
+    for group, one in zip(groups, rows, strict=True):
+        if (one.layers, one.tokens) != (len(group.layers), group.rows):
+            raise LayoutError(
+                f"the group has {len(group.layers)} layers of {group.rows} tokens, its rows {one.layers} x {one.tokens}"
+            )
+    coded = [iter(codec.encode(backend, one, group)) for group, one in zip(groups, rows, strict=True)]
+    layers = [next(coded[index]) for _, index in stored_order(groups)]
+    return write_frame(groups, layers, tokens=tokens, namespace=namespace, key=key, codec=codec, digest=backend.digest)

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcore.codecs.frame_values import (
     Buffer,
+    Flags,
     GroupInfo,
     LayerEntry,
     PartInfo,
@@ -35,6 +36,7 @@ __all__ = [
     "crc32c",
     "directory_size",
     "pack_directory",
+    "pack_levels",
     "pack_rope",
     "pack_varlen",
     "parse_directory",
@@ -51,6 +53,7 @@ _U32X2, _I64, _F64 = struct.Struct("<II"), struct.Struct("<q"), struct.Struct("<
 _HEADER = struct.Struct("<4sHHIHHB3sIHHIIQQ8s8sI")
 _LAYER, _SEGMENT, _TILE = struct.Struct("<Q"), struct.Struct("<IH"), struct.Struct("<BH")
 _ROPE = struct.Struct("<IBdd")
+_LEVELS = struct.Struct("<bb")
 
 
 def crc32c(data: bytes) -> int:
@@ -74,6 +77,8 @@ class FrameHeader:
         Sizes of the two parts that follow the header.
     raw_bytes, stored_bytes : int
         Uncompressed K/V bytes, and the size of the whole frame.
+    reserved : bytes
+        The 3 bytes after `precision`, of which flag LEVELS uses two, and the 4 at the end.
     """
 
     tokens: int
@@ -97,6 +102,19 @@ class FrameHeader:
     def head_bytes(self) -> int:
         """Bytes from the frame's start to the end of the head's CRC."""
         return HEADER_BYTES + self.varlen_bytes + self.directory_bytes + CRC_BYTES
+
+    @property
+    def levels(self) -> tuple[int, int] | None:
+        """The level constants of keys and values, in eighths of an octave; None without flag LEVELS."""
+        if not self.flags & Flags.LEVELS:
+            return None
+        keys, values = _LEVELS.unpack_from(self.reserved)
+        return keys, values
+
+    @property
+    def unused(self) -> bytes:
+        """The reserved bytes that nothing uses: zeros, unless a newer minor version wrote them."""
+        return self.reserved[_LEVELS.size :] if self.flags & Flags.LEVELS else self.reserved
 
     def pack(self) -> bytes:
         """Return the 72 bytes."""
@@ -134,6 +152,21 @@ class FrameHeader:
             tokens, layers, groups, varlen, directory, raw, stored, codec, preset, precision, flags, tables,
             profile, major, minor, pad + _U32.pack(tail),
         )  # fmt: skip
+
+
+def pack_levels(levels: tuple[int, int] | None) -> bytes:
+    """Return the header's 7 reserved bytes with the level constants in front.
+
+    Raises
+    ------
+    ConfigError
+        A constant is beyond -128 .. 127.
+    """
+    if levels is None:
+        return bytes(7)
+    if any(not -128 <= level <= 127 for level in levels):
+        raise ConfigError(f"level constants are in -128..127 eighths of an octave, got {levels}")
+    return _LEVELS.pack(*levels) + bytes(7 - _LEVELS.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 
-from kvcore.codecs import raw
-from kvcore.codecs.frame_format import (
-    CRC_BYTES,
-    HEADER_BYTES,
-    MINOR,
-    FrameHeader,
-    Varlen,
-    crc32c,
-    parse_directory,
-    parse_varlen,
-)
+from kvcore.codecs.contract import Codec, CodedSegment
+from kvcore.codecs.frame_checks import check_crc, check_identity, check_lengths, check_sizes, open_codec
+from kvcore.codecs.frame_format import HEADER_BYTES, FrameHeader, parse_directory, parse_varlen
 from kvcore.codecs.frame_values import (
-    CODECS,
     LAYER_ALIGN,
     Buffer,
     Digest,
     GroupInfo,
     LayerEntry,
-    SegmentSize,
     byte_view,
     place_layers,
 )
-from kvcore.errors import CorruptFrameError
+from kvcore.errors import CorruptFrameError, LayoutError
+from kvcore.ops import Backend
+from kvcore.rows import RowLayout
 
 __all__ = ["FrameReader"]
 
@@ -52,7 +44,15 @@ class FrameReader:
     digest : callable
         The backend's `digest` op: a sequence of byte views to as many 64-bit integers.
     partial : bool
-        Accept a frame whose end has not arrived yet; `available_layers` says how far it goes.
+        Accept a frame whose end has not arrived yet; `available_layers` says how far it goes, `extend` takes more.
+
+    Attributes
+    ----------
+    header : FrameHeader
+    layers : tuple of LayerEntry
+        The stored layers, in ascending order of the model's layers.
+    codec : Codec
+        What decodes them, as the header names it.
 
     Raises
     ------
@@ -60,7 +60,7 @@ class FrameReader:
         With one of the reasons its class lists. A store quarantines the object, an engine counts a miss.
     """
 
-    __slots__ = ("_digest", "_varlen", "_view", "header", "layers")
+    __slots__ = ("_digest", "_varlen", "_view", "codec", "header", "layers")
 
     def __init__(
         self,
@@ -74,17 +74,17 @@ class FrameReader:
     ) -> None:
         view = byte_view(buffer).toreadonly()
         header = FrameHeader.parse(view)
-        _check_lengths(header, len(view), partial)
-        head = bytes(view[: header.head_bytes])
-        _check_head(header, head)
+        check_lengths(header, len(view), partial)
+        check_crc(bytes(view[: header.head_bytes]))
         end = HEADER_BYTES + header.varlen_bytes
         varlen = parse_varlen(view[HEADER_BYTES:end], header)
-        _check_codecs(header, varlen)
-        _check_identity(varlen, expect_namespace, expect_key, expect_groups)
+        # Identity first: what the codec is asked about below is then known to be what the caller expects.
+        check_identity(varlen, expect_namespace, expect_key, expect_groups)
+        self.codec: Codec = open_codec(header, varlen)
         directory = parse_directory(view[end : end + header.directory_bytes], varlen.groups, header)
         self.header: FrameHeader = header
         self.layers: tuple[LayerEntry, ...] = place_layers(varlen.groups, directory, header.head_bytes)
-        _check_sizes(header, varlen, self.layers)
+        check_sizes(header, varlen, self.layers, self.codec)
         self._varlen, self._view, self._digest = varlen, view, digest
 
     @property
@@ -132,14 +132,88 @@ class FrameReader:
         entry = self.layers[index]
         return self._view[entry.start : entry.stop]
 
-    def segments(self, index: int) -> tuple[memoryview, ...]:
-        """Verify a stored layer and return its segments, in (part, head) order, as read-only views."""
+    def segments(self, index: int) -> tuple[CodedSegment, ...]:
+        """Verify a stored layer and return its segments, in (part, head) order; their data are read-only views."""
         self._verify([index])
-        return tuple(self._view[s.offset : s.offset + s.nbytes] for s in self.layers[index].segments)
+        return self._segments(self.layers[index])
+
+    def decode_layers(self, backend: Backend, first: int, count: int, out: RowLayout) -> None:
+        """Verify and decode stored layers into the rows of as many layers.
+
+        Parameters
+        ----------
+        backend : Backend
+            With the ops of the frame's codec.
+        first, count : int
+            Places in `layers`; the layers must be of one group.
+        out : RowLayout
+            Dense rows of `count` layers of that group's parts, heads and tokens.
+
+        Raises
+        ------
+        CorruptFrameError
+            As `layer` does, or with reason ``"stream"`` where the bytes are not what the codec writes. `out` is then
+            unspecified.
+        LayoutError
+            The layers are of several groups, or `out` has another shape.
+        IndexError
+            There are no such layers.
+        """
+        if not 0 <= first < first + count <= len(self.layers):
+            raise IndexError(f"layers {first}:{first + count} of a frame with {len(self.layers)}")
+        self._decode(backend, range(first, first + count), out)
+
+    def decode(self, backend: Backend, out: Sequence[RowLayout]) -> None:
+        """Verify and decode the whole frame: one element of `out` for each group, with all of the group's layers.
+
+        Raises
+        ------
+        CorruptFrameError, LayoutError
+            As `decode_layers` does.
+        """
+        if len(out) != len(self.groups):
+            raise LayoutError(f"the frame has {len(self.groups)} groups, rows were given for {len(out)}")
+        for group, rows in enumerate(out):
+            self._decode(backend, [i for i, entry in enumerate(self.layers) if entry.group == group], rows)
+
+    def extend(self, buffer: Buffer) -> int:
+        """Go on with a longer prefix of the same frame, in the same buffer or another; return `available_layers`.
+
+        Raises
+        ------
+        CorruptFrameError
+            The buffer is shorter than what was there, longer than the frame, or does not begin with the same head.
+        """
+        view = byte_view(buffer).toreadonly()
+        check_lengths(self.header, len(view), partial=True)
+        if len(view) < len(self._view):
+            raise CorruptFrameError(
+                f"{len(view)} bytes, where {len(self._view)} had arrived before", reason="truncated"
+            )
+        if view[: self.header.head_bytes] != self._view[: self.header.head_bytes]:
+            raise CorruptFrameError("the bytes begin with the head of another frame", reason="identity")
+        self._view = view
+        return self.available_layers
 
     def verify(self) -> None:
         """Verify all layers in one call of `digest`; raises as `layer` does."""
         self._verify(range(len(self.layers)))
+
+    def _segments(self, entry: LayerEntry) -> tuple[CodedSegment, ...]:
+        return tuple(CodedSegment(self._view[s.offset : s.offset + s.nbytes], s.tiles) for s in entry.segments)
+
+    def _decode(self, backend: Backend, indices: Sequence[int], out: RowLayout) -> None:
+        entries = [self.layers[index] for index in indices]
+        if len({entry.group for entry in entries}) != 1:
+            raise LayoutError("the layers are of several groups; decode each group's by themselves")
+        group = replace(self.groups[entries[0].group], layers=tuple(entry.layer for entry in entries))
+        if (out.layers, out.tokens) != (len(entries), group.rows):
+            raise LayoutError(
+                f"{len(entries)} layers of {group.rows} tokens do not fit rows of {out.layers} x {out.tokens}"
+            )
+        out.check_writable()
+        self._verify(indices)
+        self.codec.decode(backend, [self._segments(entry) for entry in entries], group, out)
 
     def _verify(self, indices: Iterable[int]) -> None:
         places = [range(len(self.layers))[index] for index in indices]
@@ -162,81 +236,3 @@ class FrameReader:
                     "its bytes were altered after they were written",
                     reason="digest",
                 )
-
-
-def _check_lengths(header: FrameHeader, at_hand: int, partial: bool) -> None:
-    if header.stored_bytes < header.head_bytes:
-        raise CorruptFrameError(
-            f"the header gives the frame {header.stored_bytes} bytes and its head alone {header.head_bytes}",
-            reason="length",
-        )
-    needed = header.head_bytes if partial else header.stored_bytes
-    if at_hand < needed:
-        raise CorruptFrameError(f"the frame ends after {at_hand} of {needed} bytes", reason="truncated")
-    if at_hand > header.stored_bytes:
-        raise CorruptFrameError(f"{at_hand} bytes for a frame of {header.stored_bytes}", reason="length")
-
-
-def _check_head(header: FrameHeader, head: bytes) -> None:
-    stored, found = int.from_bytes(head[-CRC_BYTES:], "little"), crc32c(head[:-CRC_BYTES])
-    if stored != found:
-        raise CorruptFrameError(f"the head has CRC32C {found:08x}, the frame says {stored:08x}", reason="crc")
-    if header.flags:
-        # No codec of this build sets a flag, and each changes what the segments mean.
-        raise CorruptFrameError(
-            f"the frame has flags {header.flags:#x}, which this build cannot read", reason="unsupported"
-        )
-    if header.minor <= MINOR and any(header.reserved):
-        raise CorruptFrameError("reserved bytes of the header are not zero", reason="unsupported")
-
-
-def _check_codecs(header: FrameHeader, varlen: Varlen) -> None:
-    chains = {number: (name,) for name, number in CODECS.items()}
-    if varlen.codecs != chains.get(header.codec_id):
-        raise CorruptFrameError(
-            f"codec {header.codec_id}, chain {list(varlen.codecs)}; this build reads {', '.join(CODECS)}",
-            reason="unsupported",
-        )
-    if header.preset or header.precision or any(header.tables) or any(header.profile):
-        raise CorruptFrameError("a raw frame names a preset, tables or a profile", reason="unsupported")
-
-
-def _check_identity(
-    varlen: Varlen, namespace: bytes | None, key: bytes | None, groups: Sequence[GroupInfo] | None
-) -> None:
-    for what, found, expected in (("namespace", varlen.namespace, namespace), ("chunk", varlen.key, key)):
-        if expected is not None and found != expected:
-            raise CorruptFrameError(
-                f"the frame is of {what} {found.hex()[:16]}..., asked was {expected.hex()[:16]}...",
-                reason="identity",
-            )
-    if groups is None:
-        return
-    if len(groups) != len(varlen.groups):
-        raise CorruptFrameError(f"the frame has {len(varlen.groups)} groups, expected {len(groups)}", reason="layout")
-    for index, (found_group, wanted) in enumerate(zip(varlen.groups, groups, strict=True)):
-        for name in (field.name for field in fields(wanted)):
-            has, needs = getattr(found_group, name), getattr(wanted, name)
-            if has != needs:
-                raise CorruptFrameError(f"group {index} has {name} {has!r}, expected {needs!r}", reason="layout")
-
-
-def _check_sizes(header: FrameHeader, varlen: Varlen, layers: Sequence[LayerEntry]) -> None:
-    if not header.tokens:
-        raise CorruptFrameError("the frame has no tokens", reason="length")
-    raw_bytes = sum(group.raw_bytes for group in varlen.groups)
-    if raw_bytes != header.raw_bytes:
-        raise CorruptFrameError(
-            f"the groups have {raw_bytes} bytes, the header says {header.raw_bytes}", reason="length"
-        )
-    if layers[-1].stop != header.stored_bytes:
-        raise CorruptFrameError(
-            f"the last segment ends at {layers[-1].stop}, the header says {header.stored_bytes}",
-            reason="length",
-        )
-    expected: list[list[SegmentSize]] = [raw.segment_sizes(group) for group in varlen.groups]
-    for entry in layers:
-        if [(s.nbytes, s.tiles) for s in entry.segments] != expected[entry.group]:
-            raise CorruptFrameError(
-                f"the segments of layer {entry.layer} have not the size of their rows", reason="length"
-            )

@@ -12,7 +12,6 @@ from kvcore.errors import LayoutError
 from kvcore.rope import RopeParams
 
 __all__ = [
-    "CODECS",
     "LAYER_ALIGN",
     "SEGMENT_ALIGN",
     "Buffer",
@@ -32,8 +31,6 @@ __all__ = [
 
 LAYER_ALIGN = 256
 SEGMENT_ALIGN = 16
-CODECS = {"raw": 0}
-"""Codec ids by name. An id, once released, keeps its meaning for ever."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Digest: TypeAlias = Callable[[Sequence[memoryview]], Sequence[int]]
@@ -47,7 +44,10 @@ _U32_MAX = 2**32 - 1
 
 
 class Flags(IntFlag):
-    """Bits of the header's flags. Codec raw sets none; a bit that a reader does not know is an error."""
+    """Bits of the header's flags. Codec raw sets none; a bit that a reader does not know is an error.
+
+    ENCRYPTED is reserved: no build reads it yet.
+    """
 
     UNROPED = 1
     OFFSET = 2

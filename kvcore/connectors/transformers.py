@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.codecs.contract import Codec
 from kvcore.connectors.transformers_model import (
     cache_shape,
     check_cacheable,
@@ -90,6 +91,8 @@ class PrefixKVCache:
         salt: str = "",
         chunk_tokens: int = 256,
         rope: RopeParams | None = None,
+        codec: Codec | str = "raw",
+        codecs: Sequence[str] | None = None,
     ) -> PrefixKVCache:
         """Make a cache for a model; everything that identifies its KV is read from the model unless it is given.
 
@@ -115,6 +118,10 @@ class PrefixKVCache:
         chunk_tokens : int
         rope : RopeParams, optional
             How keys are rotated, for models where it cannot be read for sure.
+        codec : Codec or str
+            How KV is coded that this cache writes: ``"lossless"``, ``"high"``, ``"balanced"``, ``"small"``, ...
+        codecs : sequence of str, optional
+            The codecs whose frames are taken from the store; by default `codec`, ``"raw"`` and ``"lossless"``.
 
         Raises
         ------
@@ -148,6 +155,8 @@ class PrefixKVCache:
             heads=shape.heads,
             width=shape.width,
             backend=backend if isinstance(backend, Backend) else open_backend(backend, fallback="error"),
+            codec=codec,
+            codecs=codecs,
         )
         return cls(model, prefix)
 
@@ -155,8 +164,18 @@ class PrefixKVCache:
         """Return how many leading tokens `restore` would find; at least one token is left to compute."""
         return self.prefix.lookup(_token_ids(tokens), extra_keys=extra_keys)
 
-    def save(self, tokens: Any, cache: Any, *, extra_keys: Sequence[ExtraKey] = ()) -> SaveReport:
+    def save(
+        self,
+        tokens: Any,
+        cache: Any,
+        *,
+        extra_keys: Sequence[ExtraKey] = (),
+        progress: Callable[[int], None] | None = None,
+    ) -> SaveReport:
         """Store the whole chunks of a prefix that are not stored yet.
+
+        A lossy codec takes no NaN and no infinity: a chunk that has one is left out with those after it, and the
+        report counts them.
 
         Parameters
         ----------
@@ -166,13 +185,15 @@ class PrefixKVCache:
             Holds at least these tokens; it may hold more, and is left as it is.
         extra_keys : sequence of ExtraKey
             Identify inputs that token ids do not: images, prompt embeddings.
+        progress : callable, optional
+            Called after each chunk with the tokens covered so far.
 
         Raises
         ------
         LayoutError
             The cache has a batch, fewer tokens, or another shape than the model's.
         UnsupportedOpError
-            A layer of the cache is not a plain `DynamicLayer`.
+            A layer of the cache is not a plain `DynamicLayer`, or the backend lacks the codec's ops.
         QuantizationError
             A value is too large for `kv_dtype`.
         StoreError
@@ -180,7 +201,7 @@ class PrefixKVCache:
         """
         ids = _token_ids(tokens)
         tensors = self._tensors(cache, len(ids))
-        return self.prefix.save(ids, self._source(tensors), extra_keys=extra_keys)
+        return self.prefix.save(ids, self._source(tensors), extra_keys=extra_keys, progress=progress)
 
     def restore(self, tokens: Any, *, extra_keys: Sequence[ExtraKey] = ()) -> tuple[Any, int]:
         """Return a new `DynamicCache` with the longest stored prefix, and its number of tokens.

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvcore.codecs import raw
-from kvcore.codecs.frame import FrameReader, FrameWriter, GroupInfo, PartInfo, plan_frame
+from kvcore.codecs.chunk_rows import allocate_rows
+from kvcore.codecs.contract import Codec
+from kvcore.codecs.frame import FrameReader, FrameWriter, GroupInfo, PartInfo, encode_frame, plan_frame
+from kvcore.codecs.registry import PRESETS, get_codec
 from kvcore.engine.keys import ChunkKey, ExtraKey, Namespace, Tokens, chunk_keys
-from kvcore.errors import CorruptFrameError, StoreError
+from kvcore.errors import ConfigError, CorruptFrameError, QuantizationError, StoreError, UnsupportedOpError
 from kvcore.layout import Layout
 from kvcore.ops import Backend
 from kvcore.rows import RowLayout
@@ -23,7 +26,7 @@ from kvcore.tiers.stores import Store
 __all__ = ["OPS", "LoadedChunk", "PrefixCache", "SaveReport"]
 
 OPS = ("convert_layout", "digest")
-"""The ops of a backend that saving and restoring take."""
+"""The ops of a backend that saving and restoring take, whatever the codec."""
 
 logger = logging.getLogger("kvcore")
 
@@ -42,6 +45,8 @@ class SaveReport:
         Chunks stored by this call, and chunks that were there already.
     raw_bytes, stored_bytes : int
         Bytes of these chunks' K and V, and of the frames that hold them.
+    chunks_refused : int
+        Chunks that were left out: the first has values that the codec does not take, the others come after it.
     """
 
     tokens: int
@@ -49,11 +54,15 @@ class SaveReport:
     chunks_present: int
     raw_bytes: int
     stored_bytes: int
+    chunks_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """A verified chunk: tokens ``[start, stop)`` of the prefix, and its K and V as read-only rows of the frame."""
+    """A verified chunk: tokens ``[start, stop)`` of the prefix, and its K and V.
+
+    Of codec raw these are read-only rows of the frame itself.
+    """
 
     start: int
     stop: int
@@ -71,16 +80,28 @@ class PrefixCache:
     layers, heads, width : int
         Layers of the model, its KV heads, and the channels of a head.
     backend : Backend
-        Its `OPS` move and digest the bytes.
+        Its `OPS` move and digest the bytes; those of the codec encode and decode them.
+    codec : Codec or str
+        How chunks are coded that this cache writes.
+    codecs : sequence of str, optional
+        The codecs whose frames it takes from the store: `codec`, ``"raw"`` and ``"lossless"`` if not given. The codec
+        is no part of a key: who stored a chunk first decided how, and a frame of a codec that is not accepted is a
+        miss. It stays where it is, for those who accept it; nothing that is stored is coded again.
 
     Attributes
     ----------
     misses : Counter of str
         Chunks that could not be used though they were looked for, by reason: those of `CorruptFrameError`,
-        ``"store"`` where the medium failed, ``"absent"`` where a chunk vanished after `lookup`.
+        ``"codec"`` where a frame's codec is not accepted or the backend lacks its ops, ``"store"`` where the medium
+        failed, ``"absent"`` where a chunk vanished after `lookup`.
+    refused : int
+        Chunks that `save` left out, because the codec does not take a value of theirs (a NaN or infinity in a lossy
+        one), or of one before them. Said once in the log.
 
     Raises
     ------
+    ConfigError
+        There is no such codec, or `codecs` leaves out the one that is written.
     UnsupportedOpError
         The backend lacks one of the ops.
     LayoutError
@@ -88,7 +109,16 @@ class PrefixCache:
     """
 
     def __init__(
-        self, store: Store, namespace: Namespace, *, layers: int, heads: int, width: int, backend: Backend
+        self,
+        store: Store,
+        namespace: Namespace,
+        *,
+        layers: int,
+        heads: int,
+        width: int,
+        backend: Backend,
+        codec: Codec | str = "raw",
+        codecs: Sequence[str] | None = None,
     ) -> None:
         k_dtype, v_dtype = (namespace.kv_dtype,) * 2 if isinstance(namespace.kv_dtype, str) else namespace.kv_dtype
         for op in OPS:
@@ -96,7 +126,10 @@ class PrefixCache:
         self.store = store
         self.namespace = namespace
         self.backend = backend
+        self.codec = get_codec(codec) if isinstance(codec, str) else codec
+        self.codecs = _accepted(self.codec, codecs)
         self.misses: Counter[str] = Counter()
+        self.refused = 0
         self._group = GroupInfo(
             "LKHTD",
             tuple(range(layers)),
@@ -107,7 +140,7 @@ class PrefixCache:
         )
 
     def lookup(self, tokens: Tokens, *, extra_keys: Sequence[ExtraKey] = ()) -> int:
-        """Return how many leading tokens are stored, in whole chunks, without a side effect.
+        """Return how many leading tokens are stored, in whole chunks and in whatever codec, without a side effect.
 
         At least one token is always left to compute: an engine whose cache covers its whole prompt has nothing to
         run, and so no logits for the next token.
@@ -132,9 +165,17 @@ class PrefixCache:
             yield LoadedChunk(key.start, key.stop, rows)
 
     def save(
-        self, tokens: Tokens, source: Callable[[int, int], RowLayout], *, extra_keys: Sequence[ExtraKey] = ()
+        self,
+        tokens: Tokens,
+        source: Callable[[int, int], RowLayout],
+        *,
+        extra_keys: Sequence[ExtraKey] = (),
+        progress: Callable[[int], None] | None = None,
     ) -> SaveReport:
-        """Store the whole chunks of a prefix that are not stored yet.
+        """Store the whole chunks of a prefix that are not stored yet, in whatever codec.
+
+        A chunk with a value that the codec does not take ends the prefix: it and those after it are left out and
+        counted, because a server goes on serving when a model gives a NaN.
 
         Parameters
         ----------
@@ -143,23 +184,41 @@ class PrefixCache:
             From a range ``start, stop`` of tokens to the dense rows of parts K and V that hold it. Called for the
             chunks that are written, in order.
         extra_keys : sequence of ExtraKey
+        progress : callable, optional
+            Called after each chunk with the tokens covered so far.
 
         Raises
         ------
         StoreError
             The store failed (disk full, say). The chunks stored before stay, and are of use.
+        UnsupportedOpError
+            The codec does not take the element types, or the backend lacks its ops.
         """
         keys = chunk_keys(self.namespace, tokens, extra_keys=extra_keys)
-        written = stored_bytes = 0
+        written = present = stored_bytes = 0
         for key in keys:
             stat = self.store.stat(key)
             if stat is None:
-                stored_bytes += self._write(key, source(key.start, key.stop))
+                frame = self._encode(key, source(key.start, key.stop))
+                if frame is None:
+                    break
+                stored_bytes += self.store.put(key, frame)
                 written += 1
             else:
                 stored_bytes += stat.nbytes
-        covered = keys[-1].stop if keys else 0
-        return SaveReport(covered, written, len(keys) - written, len(keys) * self._group.raw_bytes, stored_bytes)
+                present += 1
+            if progress is not None:
+                progress(key.stop)
+        covered = written + present
+        self.refused += len(keys) - covered
+        return SaveReport(
+            keys[covered - 1].stop if covered else 0,
+            written,
+            present,
+            covered * self._group.raw_bytes,
+            stored_bytes,
+            len(keys) - covered,
+        )
 
     def _wanted(self, tokens: Tokens, extra_keys: Sequence[ExtraKey]) -> list[ChunkKey]:
         """Keys of the chunks that may be taken from the store: those that leave a token to compute."""
@@ -173,13 +232,29 @@ class PrefixCache:
             self._miss("store", error)
             return False
 
-    def _write(self, key: ChunkKey, source: RowLayout) -> int:
-        group = replace(self._group, base_position=key.start)
-        plan = plan_frame([group], tokens=key.stop - key.start, namespace=key.namespace, key=key.digest)
-        writer = FrameWriter(plan)
-        target = _rows(group, [writer.layer_view(i) for i in range(len(plan.layers))])
-        self.backend.convert_layout(source, out=target)
-        return self.store.put(key, writer.finish(self.backend.digest))
+    def _encode(self, key: ChunkKey, source: RowLayout) -> bytearray | None:
+        """Return a chunk's frame, or None where the codec does not take its values."""
+        group, tokens = replace(self._group, base_position=key.start), key.stop - key.start
+        if self.codec.codec_id == 0:
+            plan = plan_frame([group], tokens=tokens, namespace=key.namespace, key=key.digest)
+            writer = FrameWriter(plan)
+            target = _rows(group, [writer.layer_view(i) for i in range(len(plan.layers))])
+            self.backend.convert_layout(source, out=target)
+            return writer.finish(self.backend.digest)
+        try:
+            return encode_frame(
+                self.backend,
+                [group],
+                [source],
+                tokens=tokens,
+                namespace=key.namespace,
+                key=key.digest,
+                codec=self.codec,
+            )
+        except QuantizationError as error:
+            if not self.refused:
+                logger.warning("not cached, nor are the tokens after it: chunk %d:%d: %s", key.start, key.stop, error)
+            return None
 
     def _read(self, key: ChunkKey) -> RowLayout | None:
         group = replace(self._group, base_position=key.start)
@@ -200,7 +275,17 @@ class PrefixCache:
                     f"the frame holds {reader.header.tokens} tokens, its key stands for {key.stop - key.start}",
                     reason="layout",
                 )
-            return _rows(group, [reader.layer(i) for i in range(len(reader.layers))])
+            if reader.codec.name not in self.codecs:
+                accepted = ", ".join(sorted(self.codecs))
+                self._miss("codec", f"chunk {key.start}:{key.stop} is stored as {reader.codec.name}, not as {accepted}")
+                return None
+            if reader.codec.codec_id == 0:
+                return _rows(group, [reader.layer(i) for i in range(len(reader.layers))])
+            rows = allocate_rows(group)
+            reader.decode(self.backend, [rows])
+            return rows
+        except UnsupportedOpError as error:
+            self._miss("codec", error)
         except StoreError as error:
             self._miss("store", error)
         except CorruptFrameError as error:
@@ -217,6 +302,18 @@ class PrefixCache:
     def _miss(self, reason: str, why: object) -> None:
         self.misses[reason] += 1
         logger.warning("cache miss (%s): %s", reason, why)
+
+
+def _accepted(codec: Codec, codecs: Sequence[str] | None) -> frozenset[str]:
+    names = {codec.name, "raw", "lossless"} if codecs is None else set(codecs)
+    if unknown := names - PRESETS.keys():
+        raise ConfigError(f"there is no codec {min(unknown)!r}; there are {', '.join(PRESETS)}")
+    if codec.name not in names:
+        raise ConfigError(
+            f"chunks are written as {codec.name}, but only {', '.join(sorted(names))} would be accepted: what this "
+            f"cache stores it could never use; add {codec.name!r} to codecs"
+        )
+    return frozenset(names)
 
 
 def _rows(group: GroupInfo, layers: Sequence[memoryview]) -> RowLayout:

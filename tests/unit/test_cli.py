@@ -64,7 +64,7 @@ def test_version(run):
 
 def test_help_lists_the_commands_and_hides_the_inner_one(run):
     done = run("--help")
-    assert all(f"\n  {name} " in done.stdout for name in ("demo", "doctor", "ops"))
+    assert all(f"\n  {name} " in done.stdout for name in ("demo", "doctor", "inspect", "ops"))
     assert "demo-phase" not in done.stdout
 
 
@@ -199,7 +199,8 @@ def test_errors_go_to_standard_error_without_a_traceback_unless_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--codec", "zip"], "there is no codec 'zip'; there is raw"),
+        (["--codec", "zip"], "there is no codec 'zip'"),
+        (["--codec", "balance"], "did you mean 'balanced'"),
         (["--kv-dtype", "float99"], "unknown element type 'float99'"),
         (["--kv-dtype", "int8"], "not one of bfloat16, float16, float32"),
         (["--backend", "cudo"], "did you mean 'cuda'?"),
@@ -281,6 +282,22 @@ def test_the_demo_with_a_local_directory_and_text(tiny_model, tmp_path):
     assert people.returncode == 0
     for word in ("512 tokens", "speed-up", "op convert_layout", "cpu_ref (numpy)", "tokens identical", "fs:"):
         assert word in people.stdout
+
+
+@pytest.mark.parametrize(("codec", "kv_dtype", "ratio"), [("lossless", "float32", 0.9), ("balanced", "bfloat16", 2.5)])
+def test_the_demo_with_a_codec(run, tiny_model, tmp_path, codec, kv_dtype, ratio):
+    arguments = ["--model", str(tiny_model), "--codec", codec, "--kv-dtype", kv_dtype, "--store", f"fs:{tmp_path}/kv"]
+    done = in_a_new_process("demo", *arguments, "--new-tokens", "4", "--max-prompt-tokens", "300", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert (result["codec"], result["hit_tokens"]) == (codec, 256)
+    assert result["ratio"] > ratio
+    assert result["generated_warm"]
+    assert result["tokens_identical"] or codec == "balanced"
+    assert (result["generated_warm"] == result["generated"]) == result["tokens_identical"]
+    (frame,) = (tmp_path / "kv").rglob("*.kvf")
+    seen = json.loads(run("inspect", str(frame), "--json").stdout)
+    assert (seen["codec"], seen["good"], seen["bytes"]) == (codec, True, result["stored_bytes"])
 
 
 @pytest.mark.parametrize(

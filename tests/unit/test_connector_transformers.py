@@ -250,6 +250,43 @@ def test_a_value_that_the_kv_dtype_cannot_hold_is_an_error_and_nothing_is_stored
     assert list(store.list()) == []
 
 
+@pytest.mark.parametrize("codec", ["lossless", "high"])
+def test_a_codec_makes_it_smaller_and_restores_it(model, codec):
+    tokens = prompt(70)
+    kv, cache = prefill(model, tokens), opened(model, MemoryStore(), codec=codec, chunk_tokens=64)
+    stages: list[int] = []
+    report = cache.save(tokens, kv, progress=stages.append)
+    assert (report.tokens, stages) == (64, [64])
+    assert report.stored_bytes < report.raw_bytes
+    restored, hit = cache.restore(tokens)
+    assert hit == 64
+    for old, new in zip(kv.layers, restored.layers, strict=True):
+        for a, b in ((old.keys, new.keys), (old.values, new.values)):
+            if codec == "lossless":
+                assert torch.equal(a[:, :, :64], b)
+            else:
+                assert float((a[:, :, :64] - b).norm() / a.norm()) < 0.05
+    assert len(greedy(model, tokens, restored, hit)) == 8
+
+
+def test_frames_of_codecs_that_are_not_accepted_are_computed_again(model):
+    store, tokens = MemoryStore(), prompt(40)
+    opened(model, store, codec="small").save(tokens, prefill(model, tokens))
+    strict = opened(model, store, codec="high", codecs=["high", "lossless"])
+    restored, hit = strict.restore(tokens)
+    assert (hit, restored.get_seq_length(), dict(strict.prefix.misses)) == (0, 0, {"codec": 1})
+    assert opened(model, store, codec="high", codecs=["high", "small"]).restore(tokens)[1] == 32
+
+
+def test_a_nan_in_the_cache_is_left_out_of_a_lossy_store(model):
+    tokens = prompt(53)
+    kv, cache = prefill(model, tokens), opened(model, MemoryStore(), codec="balanced")
+    kv.layers[2].keys[0, 1, 20, 3] = float("nan")
+    report = cache.save(tokens, kv)
+    assert (report.tokens, report.chunks_refused) == (16, 2)
+    assert cache.restore(tokens)[1] == 16
+
+
 def test_two_processes_share_a_directory(model, tmp_path):
     tokens = prompt(40)
     opened(model, f"fs:{tmp_path / 'kv'}").save(tokens, prefill(model, tokens))

@@ -34,7 +34,8 @@ def namespace(**changes: Any) -> Namespace:
 
 def opened(backend: kvcore.Backend, store: Any, **changes: Any) -> PrefixCache:
     extents = {name: changes.pop(name, default) for name, default in (("layers", LAYERS), ("heads", HEADS))}
-    return PrefixCache(store, namespace(**changes), **extents, width=WIDTH, backend=backend)
+    codec = {name: changes.pop(name) for name in ("codec", "codecs") if name in changes}
+    return PrefixCache(store, namespace(**changes), **extents, width=WIDTH, backend=backend, **codec)
 
 
 def random_bytes(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -302,3 +303,121 @@ def test_a_backend_without_the_ops_is_refused_at_once():
     bare = kvcore.open_backend("bare", fallback="error", found=[Candidate("bare", "usable", "a test", spec)])
     with pytest.raises(kvcore.UnsupportedOpError, match="convert_layout"):
         opened(bare, MemoryStore())
+
+
+# --- codecs
+
+
+def normal(tokens: int, dtype: str = "bfloat16") -> list[list[np.ndarray]]:
+    rng = np.random.default_rng(4)
+    shape = (1, HEADS, tokens, WIDTH)
+    return [[rng.standard_normal(shape).astype(to_dtype(dtype)) for _ in range(2)] for _ in range(LAYERS)]
+
+
+def floats(planes: list[list[bytes]], dtype: str = "bfloat16") -> np.ndarray:
+    return np.array([np.frombuffer(part, to_dtype(dtype)) for layer in planes for part in layer], np.float32)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "high", "balanced", "small", "cachegen", "int8", "fp8"])
+def test_chunks_of_every_codec_come_back(backend, codec):
+    kv, cache = normal(len(TOKENS)), opened(backend, MemoryStore(), codec=codec)
+    seen: list[int] = []
+    report = cache.save(TOKENS, source(kv), progress=seen.append)
+    assert (report.tokens, report.chunks_written, report.chunks_refused, seen) == (24, 3, 0, [8, 16, 24])
+    assert cache.lookup(TOKENS) == 24
+    ranges, planes = loaded(cache, TOKENS)
+    assert ranges == [(0, 8), (8, 16), (16, 24)]
+    assert cache.misses == {}
+    if codec == "lossless":
+        assert planes == expected(kv, 24)
+    else:
+        wanted = floats(expected(kv, 24))
+        assert 0 < np.abs(floats(planes) - wanted).max() < 0.6
+
+
+def test_a_frame_of_a_codec_that_is_not_accepted_is_a_miss_and_stays(backend):
+    store, kv = MemoryStore(), normal(len(TOKENS))
+    opened(backend, store, codec="small").save(TOKENS, source(kv))
+    frames = {key: bytes(store.get(key)) for key in store.list()}
+    fine = opened(backend, store, codec="high")
+    assert fine.lookup(TOKENS) == 24
+    assert loaded(fine, TOKENS) == ([], [])
+    assert fine.misses == {"codec": 1}
+    assert store.stats().quarantined == 0
+    # What is there is never coded again.
+    assert fine.save(TOKENS, source(kv)).chunks_present == 3
+    assert {key: bytes(store.get(key)) for key in store.list()} == frames
+    anything = opened(backend, store, codec="high", codecs=("high", "small"))
+    assert loaded(anything, TOKENS)[0] == [(0, 8), (8, 16), (16, 24)]
+
+
+def test_raw_and_lossless_frames_are_accepted_by_all_unless_said_otherwise(backend):
+    for codec in ("raw", "lossless"):
+        store, kv = MemoryStore(), normal(len(TOKENS))
+        opened(backend, store, codec=codec).save(TOKENS, source(kv))
+        for reader in ("raw", "lossless", "balanced"):
+            assert loaded(opened(backend, store, codec=reader), TOKENS)[1] == expected(kv, 24)
+        only = opened(backend, store, codec="balanced", codecs=["balanced"])
+        assert loaded(only, TOKENS) == ([], [])
+        assert only.misses == {"codec": 1}
+
+
+def test_a_nan_ends_the_prefix_of_a_lossy_codec_and_nothing_else(backend, caplog):
+    kv = normal(len(TOKENS))
+    kv[1][0][0, 2, 11, 3] = np.nan
+    cache = opened(backend, MemoryStore(), codec="balanced")
+    with caplog.at_level("WARNING", "kvcore"):
+        report = cache.save(TOKENS, source(kv))
+        cache.save(TOKENS, source(kv))
+    assert (report.tokens, report.chunks_written, report.chunks_refused) == (8, 1, 2)
+    assert report.raw_bytes == LAYERS * 2 * HEADS * WIDTH * 2 * CHUNK
+    assert cache.refused == 4
+    assert [r.message.split(":")[0] for r in caplog.records] == ["not cached, nor are the tokens after it"]
+    assert loaded(cache, TOKENS)[0] == [(0, 8)]
+    exact = opened(backend, MemoryStore(), codec="lossless")
+    assert exact.save(TOKENS, source(kv)).tokens == 24
+    assert loaded(exact, TOKENS)[1] == expected(kv, 24)
+
+
+def test_codecs_that_make_no_sense_are_refused_at_once(backend):
+    with pytest.raises(kvcore.ConfigError, match="did you mean 'balanced'"):
+        opened(backend, MemoryStore(), codec="balance")
+    with pytest.raises(kvcore.ConfigError, match="no codec 'zip'"):
+        opened(backend, MemoryStore(), codecs=["raw", "zip"])
+    with pytest.raises(kvcore.ConfigError, match="written as small"):
+        opened(backend, MemoryStore(), codec="small", codecs=["high"])
+
+
+def test_a_backend_without_the_codecs_ops_misses_and_says_so_when_saving(backend, monkeypatch):
+    store, kv = MemoryStore(), normal(len(TOKENS))
+    opened(backend, store, codec="balanced").save(TOKENS, source(kv))
+    resolve = kvcore.Backend.resolve
+
+    def without(self, op, *arguments, **options):
+        if op in ("decode_symbols", "choose_classes"):
+            raise kvcore.UnsupportedOpError(f"no {op} here")
+        return resolve(self, op, *arguments, **options)
+
+    monkeypatch.setattr(kvcore.Backend, "resolve", without)
+    cache = opened(backend, store, codec="balanced")
+    assert loaded(cache, TOKENS) == ([], [])
+    assert cache.misses == {"codec": 1}
+    assert store.stats().quarantined == 0
+    with pytest.raises(kvcore.UnsupportedOpError, match="choose_classes"):
+        opened(backend, MemoryStore(), codec="balanced").save(TOKENS, source(kv))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), codec=st.sampled_from(["lossless", "small", "int4"]))
+def test_no_flip_of_any_bit_of_a_coded_frame_is_ever_served(data, codec):
+    backend = kvcore.open_backend("cpu_ref", fallback="error")
+    cache, kv = opened(backend, MemoryStore(), codec=codec), normal(CHUNK + 1)
+    tokens = TOKENS[: CHUNK + 1]
+    cache.save(tokens, source(kv))
+    (key,) = cache.store.list()
+    frame = bytearray(cache.store.get(key))
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[bit // 8] ^= 1 << bit % 8
+    cache.store.put(key, bytes(frame))
+    assert loaded(cache, tokens) == ([], [])
+    assert sum(cache.misses.values()) == 1
