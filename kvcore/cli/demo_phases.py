@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from kvcore.cli.models import load_model, load_tokenizer
 from kvcore.connectors.transformers import PrefixKVCache, cache_argument
 from kvcore.engine.cache import OPS
 from kvcore.errors import ConfigError, KVCoreError
@@ -38,8 +39,8 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from transformers import DynamicCache
 
     tell(stage="cold process: load the model", total=None)
-    tokenizer = _load_tokenizer(request["model"])
-    model = _load_model(request["model"])
+    tokenizer = load_tokenizer(request["model"])
+    model = load_model(request["model"])
     tokens = _prompt(tokenizer, request["text"], request["max_prompt_tokens"])
     _check_length(model, len(tokens), request["new_tokens"])
     kv_cache = _open_cache(model, request)
@@ -73,8 +74,8 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
 def _warm(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Restore the prefix, compute the rest, and go on from there."""
     tell(stage="warm process: load the model", total=None)
-    tokenizer = _load_tokenizer(request["model"])
-    model, tokens = _load_model(request["model"]), request["tokens"]
+    tokenizer = load_tokenizer(request["model"])
+    model, tokens = load_model(request["model"]), request["tokens"]
     kv_cache = _open_cache(model, request)
     _warm_up(model, tokens)
     tell(stage=f"warm process: restore the KV, codec {request['codec']}", total=None)
@@ -102,28 +103,6 @@ def _teller(out: IO[str]) -> Tell:
         out.flush()
 
     return tell
-
-
-def _load_tokenizer(model: dict[str, Any]) -> Any:
-    from transformers import AutoTokenizer
-
-    return _loaded(AutoTokenizer, model)
-
-
-def _load_model(model: dict[str, Any]) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    # Not bfloat16: CPUs compute it several times slower. What is stored is another matter.
-    return _loaded(AutoModelForCausalLM, model, dtype=torch.float32).eval()
-
-
-def _loaded(kind: Any, model: dict[str, Any], **arguments: Any) -> Any:
-    gguf = {} if model["gguf_file"] is None else {"gguf_file": model["gguf_file"]}
-    try:
-        return kind.from_pretrained(model["path"], **gguf, **arguments)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"{model['path']} does not load as a model: {error}") from error
 
 
 def _open_cache(model: Any, request: dict[str, Any]) -> PrefixKVCache:

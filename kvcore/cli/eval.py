@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvcore.cli.demo import _environment, _find_model
+from kvcore.cli.models import find_model, load_model, load_tokenizer, quiet_environment
 from kvcore.cli.output import console, plain_table, print_json, require
 from kvcore.errors import ConfigError
 
@@ -60,11 +60,11 @@ def evaluate(
     from kvcore.eval.subjects import subjects
 
     require("eval", "torch", "transformers", *(["matplotlib"] if plot else []))
-    chosen, constants, where = subjects(codec.split(",")), _levels(levels), _find_model(model)
+    chosen, constants, where = subjects(codec.split(",")), _levels(levels), find_model(model)
     if plot is not None and not plot.absolute().parent.is_dir():
         raise ConfigError(f"--plot {plot}: there is no such directory")
     # Libraries read these when they are loaded: threads that do not spin, no chatter.
-    os.environ.update({"TQDM_DISABLE": "1", **_environment(hub=where["hub"])})
+    os.environ.update({"TQDM_DISABLE": "1", **quiet_environment(hub=where["hub"])})
     with contextlib.redirect_stdout(sys.stderr), _progress(quiet=as_json) as stage:
         result, report = _measure(chosen, where, text, constants, prefix, scored, backend, stage)
     if plot is not None:
@@ -140,9 +140,7 @@ def _measure(
 
 def _load(where: dict[str, Any], documents: Sequence[Document], wanted: int) -> tuple[list[list[int]], Any]:
     """Return the documents' first tokens, and the model."""
-    from kvcore.cli.demo_phases import _load_model, _load_tokenizer
-
-    tokenizer, tokens = _load_tokenizer(where), []
+    tokenizer, tokens = load_tokenizer(where), []
     for document in documents:
         ids = list(tokenizer(document.text)["input_ids"])
         if len(ids) < wanted:
@@ -150,7 +148,7 @@ def _load(where: dict[str, Any], documents: Sequence[Document], wanted: int) -> 
                 f"document {document.name} has {len(ids):,} tokens, {wanted:,} are needed: lower --prefix or --scored"
             )
         tokens.append(ids[:wanted])
-    model = _load_model(where)
+    model = load_model(where)
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and wanted - 1 > most:
         raise ConfigError(f"{wanted - 1:,} tokens are more than the model's {most:,}; lower --prefix or --scored")
@@ -184,20 +182,20 @@ def _progress(*, quiet: bool) -> Iterator[Stage]:
 def _print(report: dict[str, Any], result: Result) -> None:
     out = console()
     compared = report["kl_over_fp8"]
-    columns = ["codec", "bits K", "bits V", "bits", "ratio", "KL", *(["KL / fp8's"] if compared else [])]
-    table = plain_table(*columns, "ppl %", "greedy %")
+    columns = ["codec", "K", "V", "bits", "ratio", "KL", *(["KL / fp8's"] if compared else []), "ppl %", "agree"]
+    table = plain_table(*columns)
+    table.collapse_padding = True  # or it is wider than a terminal
     for column in table.columns:
         column.no_wrap = True
         column.justify = "left" if column.header == "codec" else "right"
     for row in result.rows:
-        quotient = ["{:.2f} +-{:.2f}".format(*compared[row.codec])] if compared else []
+        quotient = ["{:.2f}+-{:.2f}".format(*compared[row.codec])] if compared else []
         table.add_row(
             row.codec,
-            *(f"{bits:.3f}" for bits in (row.bits_k, row.bits_v, row.bits)),
-            f"{row.ratio:.3f}",
+            *(f"{number:.2f}" for number in (row.bits_k, row.bits_v, row.bits, row.ratio)),
             f"{row.kl:.5f}",
             *quotient,
-            f"{row.ppl_delta_pct:+.2f} +-{row.ppl_se_pct:.2f}",
+            f"{row.ppl_delta_pct:+.2f}+-{row.ppl_se_pct:.2f}",
             f"{row.agree_pct:.1f}",
         )
     out.print(table)
@@ -205,7 +203,8 @@ def _print(report: dict[str, Any], result: Result) -> None:
     levels = f" Level constants: {report['levels'][0]} for K, {report['levels'][1]} for V." if report["levels"] else ""
     out.print(
         f"\n{report['model']}, backend {report['backend']}; {names}: {report['prefix_tokens']:,} tokens coded, "
-        f"{report['scored_tokens']:,} predicted behind them. Bits per element of K and V, with all side information; "
-        f"KL in nats per token from the predictions that bfloat16 KV gives; +-: one standard error.{levels}",
+        f"{report['scored_tokens']:,} predicted behind them. Bits per element of K, of V, and of both, with all side "
+        "information; KL in nats per token from the predictions that bfloat16 KV gives; agree: percent of tokens that "
+        f"greedy decoding chooses alike; +-: one standard error.{levels}",
         style="dim",
     )

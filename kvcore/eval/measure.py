@@ -216,7 +216,7 @@ def measure(
     rope : RopeParams, optional
         How the model rotates its keys.
     levels : tuple of int, ``"auto"`` or None
-        Level constants with which the KVS1 presets are measured too; ``"auto"`` measures them on the first document.
+        Level constants with which the KVS1 presets are measured too; ``"auto"`` measures them on these documents.
     stage : callable
 
     Raises
@@ -233,7 +233,7 @@ def measure(
         tick(f"{number + 1} of {len(documents)}")
     if isinstance(levels, str):
         stage("measure level constants", None)
-        levels = measured_levels(backend, prefixes[0].chunks())
+        levels = measured_levels(backend, [chunk for known in prefixes for chunk in known.chunks()])
     everything = [*chosen, *(leveled(chosen, levels) if levels is not None else ())]
     chunks = sum(len(known.chunks()) for known in prefixes)
     tick = stage("codec", len(everything) * (chunks + len(prefixes)))
