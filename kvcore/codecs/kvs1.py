@@ -11,7 +11,7 @@ import numpy as np
 from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
-from kvcore.codecs.segments import StepRule, decode_segments, encode_segments
+from kvcore.codecs.segments import Decoded, StepRule, decode_segments, encode_segments
 from kvcore.codecs.tables import table_set
 from kvcore.dtypes import finite_max, to_dtype
 from kvcore.entropy import TILE_TOKENS
@@ -140,6 +140,11 @@ def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegme
     if part.dtype not in FLOAT_DTYPES:
         raise CorruptFrameError(f"KVS1 does not write {part.dtype}", reason="layout")
     result = np.empty((len(segments), group.rows, part.width), dtype)
+    fused = backend.fused("decode_segments")
+    if fused is not None and group.rows <= TILE_TOKENS:
+        decoded = fused(segments, tables=table_set("gauss"), tokens=group.rows, channels=part.width, dtype=dtype)
+        _put_back(backend, part, decoded, group, 0, result)
+        return result
     readers, taken = [Reader(s.data) for s in segments], 0
     for start, stop in _chunks(group.rows):
         decoded = decode_segments(
@@ -151,21 +156,26 @@ def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegme
             channels=part.width,
             dtype=dtype,
         )
-        target, taken = result[:, start:stop], taken + decoded.tiles
-        if decoded.unroped:
-            rotation = _rotation(group)
-            if rotation is None or part.name not in _KEYS:
-                raise CorruptFrameError(f"part {part.name} has RoPE taken off, but no RoPE to put on", reason="stream")
-            _turn(backend, decoded.values, rotation, 1, group.base_position + start, out=target)
-        else:
-            limit = finite_max(dtype)  # in float16 a value may be rounded beyond it
-            target[...] = np.clip(decoded.values, -limit, limit).astype(dtype)
-        target[:, decoded.rows] = decoded.raw
+        taken += decoded.tiles
+        _put_back(backend, part, decoded, group, start, result[:, start:stop])
     for reader, segment in zip(readers, segments, strict=True):
         reader.finish()
         if len(segment.tiles) != taken:
             raise CorruptFrameError(f"a segment has {len(segment.tiles)} tiles, {taken} were expected", reason="length")
     return result
+
+
+def _put_back(backend: Backend, part: PartInfo, decoded: Decoded, group: GroupInfo, start: int, target: Array) -> None:
+    """Turn decoded values ``[S, T, C]`` into elements: RoPE put on where it was taken off, rounding, raw rows."""
+    if decoded.unroped:
+        rotation = _rotation(group)
+        if rotation is None or part.name not in _KEYS:
+            raise CorruptFrameError(f"part {part.name} has RoPE taken off, but no RoPE to put on", reason="stream")
+        _turn(backend, decoded.values, rotation, 1, group.base_position + start, out=target)
+    else:
+        limit = finite_max(target.dtype)  # in float16 a value may be rounded beyond it
+        target[...] = np.clip(decoded.values, -limit, limit).astype(target.dtype)
+    target[:, decoded.rows] = decoded.raw
 
 
 def _chunks(tokens: int) -> list[tuple[int, int]]:

@@ -130,6 +130,12 @@ def encode_segments(
     count, tokens, _ = x.shape
     flags = SegmentFlags.UNROPED if unroped else SegmentFlags(0)
     rows = _check_rows(raw_rows, tokens)
+    fused = backend.fused("encode_segments")
+    if fused is not None:
+        coded: list[CodedSegment] = fused(
+            x, tables=tables, rule=rule, raw_rows=rows, raw_values=raw_values, unroped=unroped, names=names
+        )
+        return coded
     source = host(x if raw_values is None else raw_values)
     kept = [t for t in range(tokens) if t not in rows]
     if tokens <= MAX_RAW_ROWS or len(kept) < 2:

@@ -28,11 +28,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvcore.hookspecs import bits, digest, entropy, movement, position, quantization, reduction
+from kvcore.hookspecs import bits, composite, digest, entropy, movement, position, quantization, reduction
 
-__all__ = ["OP_PREFIX", "SPEC_MODULES", "op_names", "op_specs"]
+__all__ = ["FUSED_PREFIX", "OP_PREFIX", "SPEC_MODULES", "composite_specs", "op_names", "op_specs"]
 
 OP_PREFIX = "kvcore_op_"
+FUSED_PREFIX = "kvcore_fused_"
 SPEC_MODULES: tuple[ModuleType, ...] = (
     movement,
     reduction,
@@ -57,3 +58,9 @@ def op_specs() -> dict[str, Callable[..., Any]]:
 def op_names() -> tuple[str, ...]:
     """Return the names of all ops, in the order of the documentation."""
     return tuple(op_specs())
+
+
+def composite_specs() -> dict[str, Callable[..., Any]]:
+    """Return the hookspec of every composite that a backend may fuse, by its name (without prefix)."""
+    found = vars(composite).items()
+    return {n.removeprefix(FUSED_PREFIX): f for n, f in found if n.startswith(FUSED_PREFIX) and inspect.isfunction(f)}

@@ -74,6 +74,11 @@ class OpsBase:
         """The backend's own implementations by op; ops it lacks are absent."""
         return self._linked.bindings
 
+    def fused(self, composite: str) -> Callable[..., Any] | None:
+        """Return the backend's own implementation of a composite (`kvcore.hookspecs.composite`), or None."""
+        binding = self._linked.fused.get(composite)
+        return None if binding is None else binding.function
+
     def explain(self) -> Explanation:
         """Return every candidate with the reason it was or was not taken."""
         return self._explanation

@@ -9,13 +9,13 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pluggy
 
 from kvcore.errors import BackendLoadError, ConfigError
-from kvcore.hookspecs import OP_PREFIX, SPEC_MODULES, op_specs
+from kvcore.hookspecs import FUSED_PREFIX, OP_PREFIX, SPEC_MODULES, composite, composite_specs, op_specs
 from kvcore.plugins.discover import describe
 from kvcore.plugins.spec import BackendSpec
 from kvcore.runtime import Runtime
@@ -37,11 +37,12 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class LinkedBackend:
-    """A backend ready to run: its bound ops and its runtime."""
+    """A backend ready to run: its bound ops, the composites that it fuses, and its runtime."""
 
     spec: BackendSpec
     bindings: Mapping[str, Binding]
     runtime: Runtime
+    fused: Mapping[str, Binding] = field(default_factory=dict)
 
 
 def link(spec: BackendSpec, kernels: tuple[tuple[str, str], ...] = ()) -> LinkedBackend:
@@ -61,7 +62,7 @@ def link(spec: BackendSpec, kernels: tuple[tuple[str, str], ...] = ()) -> Linked
         `kernels` names an op or an implementation that there is not.
     """
     manager = pluggy.PluginManager("kvcore")
-    for module in SPEC_MODULES:
+    for module in (*SPEC_MODULES, composite):
         manager.add_hookspecs(module)
     for implementation, path in spec.implementations.items():
         plugin = _import(spec, path)
@@ -73,32 +74,36 @@ def link(spec: BackendSpec, kernels: tuple[tuple[str, str], ...] = ()) -> Linked
             raise BackendLoadError(f"backend {spec.name}, implementation {implementation} ({path}): {error}") from error
     wanted = dict(kernels)
     _check_wanted(spec, wanted)
-    bindings: dict[str, Binding] = {}
-    order = list(spec.implementations)
-    for op in op_specs():
-        impls = getattr(manager.hook, OP_PREFIX + op).get_hookimpls()
-        by_name = {impl.plugin_name: impl.function for impl in impls}
-        if not by_name:
-            continue
-        choice = wanted.get(op, wanted.get("*"))
-        if choice is not None and choice in by_name:
-            bindings[op] = Binding(op, by_name[choice], choice, "chosen by KVCORE_KERNELS")
-            continue
-        if op in wanted:
-            raise ConfigError(
-                f"KVCORE_KERNELS asks for {op}={wanted[op]}, but backend {spec.name} has {op} only as "
-                f"{', '.join(by_name)}"
-            )
-        first = next(name for name in order if name in by_name)
-        reason = (
-            "the only implementation"
-            if len(by_name) == 1
-            else f"first of {', '.join(n for n in order if n in by_name)}"
+    bindings = {op: _bind(manager, spec, op, OP_PREFIX, wanted) for op in op_specs()}
+    fused = {name: _bind(manager, spec, name, FUSED_PREFIX, wanted) for name in composite_specs()}
+    return LinkedBackend(
+        spec,
+        {op: binding for op, binding in bindings.items() if binding is not None},
+        _runtime(spec),
+        {name: binding for name, binding in fused.items() if binding is not None},
+    )
+
+
+def _bind(
+    manager: pluggy.PluginManager, spec: BackendSpec, op: str, prefix: str, wanted: Mapping[str, str]
+) -> Binding | None:
+    """Choose among the implementations of one op; None if there is none."""
+    impls = getattr(manager.hook, prefix + op).get_hookimpls()
+    by_name = {impl.plugin_name: impl.function for impl in impls}
+    if not by_name:
+        return None
+    choice = wanted.get(op, wanted.get("*"))
+    if choice is not None and choice in by_name:
+        return Binding(op, by_name[choice], choice, "chosen by KVCORE_KERNELS")
+    if op in wanted:
+        raise ConfigError(
+            f"KVCORE_KERNELS asks for {op}={wanted[op]}, but backend {spec.name} has {op} only as {', '.join(by_name)}"
         )
-        if choice is not None:
-            reason += f" (there is no {choice} implementation of it)"
-        bindings[op] = Binding(op, by_name[first], first, reason)
-    return LinkedBackend(spec, bindings, _runtime(spec))
+    there = [name for name in spec.implementations if name in by_name]
+    reason = "the only implementation" if len(there) == 1 else f"first of {', '.join(there)}"
+    if choice is not None:
+        reason += f" (there is no {choice} implementation of it)"
+    return Binding(op, by_name[there[0]], there[0], reason)
 
 
 def _import(spec: BackendSpec, path: str) -> Any:
@@ -121,14 +126,15 @@ def _runtime(spec: BackendSpec) -> Runtime:
 
 def _check_signatures(spec: BackendSpec, implementation: str, plugin: Any) -> None:
     """pluggy compares positional names only; keyword-only parameters and defaults are part of our contract too."""
-    specs = op_specs()
+    specs = {OP_PREFIX + op: function for op, function in op_specs().items()}
+    specs |= {FUSED_PREFIX + name: function for name, function in composite_specs().items()}
     for name, function in vars(plugin).items():
         if not getattr(function, "kvcore_impl", None) or not callable(function):
             continue
         where = f"backend {spec.name}, implementation {implementation}: {name}"
-        wanted = specs.get(name.removeprefix(OP_PREFIX))
-        if not name.startswith(OP_PREFIX) or wanted is None:
-            raise BackendLoadError(f"{where} implements no op of this kvcore; ops are {', '.join(specs)}")
+        wanted = specs.get(name)
+        if wanted is None:
+            raise BackendLoadError(f"{where} implements no op of this kvcore; ops are {', '.join(op_specs())}")
         have, want = (
             [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()] for f in (function, wanted)
         )
@@ -145,7 +151,7 @@ def _check_wanted(spec: BackendSpec, wanted: Mapping[str, str]) -> None:
         known = ", ".join(spec.implementations) or "none"
         logger.warning("KVCORE_KERNELS *=%s: backend %s has no such implementation; it has %s", rest, spec.name, known)
     for op, implementation in wanted.items():
-        if op != "*" and op not in op_specs():
+        if op != "*" and op not in {**op_specs(), **composite_specs()}:
             raise ConfigError(f"KVCORE_KERNELS names {op!r}, which is no op; ops are {', '.join(op_specs())}")
         if op != "*" and implementation not in spec.implementations:
             known = ", ".join(spec.implementations) or "none"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvcore.hookspecs
-from kvcore.hookspecs import OP_PREFIX, SPEC_MODULES, op_names, op_specs
+from kvcore.hookspecs import FUSED_PREFIX, OP_PREFIX, SPEC_MODULES, composite, composite_specs, op_names, op_specs
 
 HOOK = re.compile(rf"\b{OP_PREFIX}(\w+)")
 
@@ -43,7 +43,7 @@ def reference(root) -> str:
 def test_every_module_of_specs_is_enumerated():
     folder = Path(kvcore.hookspecs.__path__[0])
     listed = {module.__name__.rpartition(".")[2] for module in SPEC_MODULES}
-    assert listed == {path.stem for path in folder.glob("*.py")} - {"__init__", "markers"}
+    assert listed == {path.stem for path in folder.glob("*.py")} - {"__init__", "composite", "markers"}
 
 
 @pytest.mark.parametrize("op", op_names())
@@ -68,10 +68,18 @@ def test_a_spec_has_the_parameters_that_every_op_takes(op):
 
 def test_every_spec_is_in_the_reference_and_the_reference_has_no_others(reference):
     pages = set(re.findall(r"^::: (kvcore\.hookspecs\.\w+)$", reference, re.MULTILINE))
-    assert pages == {module.__name__ for module in SPEC_MODULES}
+    assert pages == {module.__name__ for module in (*SPEC_MODULES, composite)}
     # mkdocstrings shows what a module exports: an op that is not in __all__ would be missing from the page.
     for module in SPEC_MODULES:
         assert set(module.__all__) == {name for name in vars(module) if name.startswith(OP_PREFIX)}
+    assert set(composite.__all__) == {FUSED_PREFIX + name for name in composite_specs()}
+
+
+@pytest.mark.parametrize("name", composite_specs())
+def test_every_composite_is_composed_in_the_codecs_and_tested(root, name):
+    composed = "".join(path.read_text("utf-8") for path in (root / "kvcore" / "codecs").glob("*.py"))
+    assert f'fused("{name}")' in composed
+    assert name in (root / "tests" / "unit" / "test_composites.py").read_text("utf-8")
 
 
 @pytest.mark.parametrize("op", op_names())

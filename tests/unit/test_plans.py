@@ -9,6 +9,7 @@ import pytest
 
 import kvcore
 from kvcore import ConfigError, Layout, Plan, QuantizationError, QuantSpec, UnsupportedOpError
+from kvcore.codecs.tables import table_set
 from kvcore.hookspecs import op_specs
 from kvcore.plugins.discover import Candidate
 from kvcore_cpu_ref import backend as reference
@@ -31,6 +32,9 @@ STATIC = {
     "rotate": {"seed": 1, "block": 8},
     "pack_bits": {"bits": 3},
     "unpack_bits": {"bits": 3},
+    "choose_classes": {"tables": table_set("gauss"), "use_offsets": True},
+    "encode_symbols": {"tables": table_set("exponent"), "use_offsets": False},
+    "decode_symbols": {"tables": table_set("e4m3fn"), "use_offsets": False},
     "shift_rope": {"interleaved": True},
 }
 
