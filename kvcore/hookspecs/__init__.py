@@ -2,7 +2,7 @@
 
 Each function here is a pluggy hookspec: its signature is what an implementation must have, its docstring is the whole
 definition. Users call the same ops as methods of `kvcore.Backend`, which checks arguments, allocates `out` and calls
-the implementation bound for the backend; ops never go through pluggy's dispatch (ARCHITECTURE 5).
+the implementation bound for the backend; ops never go through pluggy's dispatch.
 
 What holds for every op
 -----------------------
