@@ -4,8 +4,8 @@
 
 TABLES_DIR holds the shipped table sets (kvcore/codecs/tables). Decoded are codecs raw, kvs1 (high, balanced, small) and
 lossless of bfloat16, float16 and float32. Skipped, and named where it happens: values of kvs1 stay float32, they are
-not rounded to their element type, and RoPE is not put back onto keys that had it taken off; lossless of 8-bit floats,
-and the codecs grouped, fp8 and cachegen, are not decoded. Checks what pertains to the bytes it decodes. It is slow.
+not rounded to their element type, and RoPE, whose parameters are read, is not put back onto keys that had it taken off;
+lossless of 8-bit floats, and codecs grouped, fp8 and cachegen, are not decoded. Checks what it decodes. It is slow.
 """
 # ruff: noqa: D102, D103, T201 -- the two pages describe every step
 
@@ -76,8 +76,8 @@ def read_group(b: Bytes) -> dict:
     g["parts"] = [(b.text(), b.text(), *b.read("I")) for _ in range(*b.read("B"))]
     if b.read("B")[0]:
         g["rope"] = dict(zip(("dims", "interleaved", "theta", "factor"), b.read("IBdd"), strict=True))
-        g["rope"]["scaling"], (_, entries) = b.text(), b.read("BI")
-        g["rope"]["table"] = b.read(f"{entries}d")
+        g["rope"]["scaling"], (g["rope"]["form"], count) = b.text(), b.read("BI")
+        g["rope"]["numbers"] = b.read(f"{count}d")
     return g
 
 

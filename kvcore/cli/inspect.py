@@ -15,8 +15,11 @@ from kvcore.codecs.frame_values import Flags
 from kvcore.codecs.inspection import FrameReport, inspect_frame
 from kvcore.errors import ConfigError, CorruptFrameError, KVCoreError
 from kvcore.ops import Backend, open_backend
+from kvcore.rope import SCALING_PARAMETERS
 
 __all__ = ["inspect"]
+
+_RAW_LISTS, _RAW_LISTED = 8, 12  # lists of raw rows, and numbers of one, that people are shown
 
 
 def inspect(
@@ -151,6 +154,7 @@ def _print(values: dict[str, Any], no_backend: str) -> None:
     out.print(table)
     if values["layers"]:
         out.print(_layer_table(values["layers"]))
+    _print_raw_rows(values["layers"], values["groups"])
     _print_tiles(values["tiles"])
     if no_backend:
         out.print(f"\nLayers were not checked: {no_backend}")
@@ -173,9 +177,10 @@ def _rope_line(rope: dict[str, Any] | None) -> str:
         return "none known"
     table = "" if rope["inv_freq"] is None else ", own table of frequencies"
     pairs = "neighbours" if rope["interleaved"] else "halves"
+    named = [f"{name} {rope[name]:g}" for name in SCALING_PARAMETERS[rope["scaling"]] if name in rope]
     return (
         f"{rope['rotary_dims']} channels in {pairs}, theta {rope['theta']:g}, scaling {rope['scaling']} x "
-        f"{rope['factor']:g}{table}"
+        f"{rope['factor']:g}{' (' + ', '.join(named) + ')' if named else ''}{table}"
     )
 
 
@@ -187,6 +192,24 @@ def _layer_table(layers: list[dict[str, Any]]) -> Any:
         sizes = [str(layer["layer"]), f"{layer['start']:,}", f"{layer['nbytes']:,}"]
         table.add_row(*sizes, *parts, layer["digest"], layer["decoded"])
     return table
+
+
+def _print_raw_rows(layers: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Say which rows are stored as they are: those that most segments have in common, and the others' own."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for layer in layers:
+        for part, heads in layer["raw_rows"].items():
+            for head, rows in enumerate(heads, groups[layer["group"]]["head_start"]):
+                found.setdefault(tuple(rows), []).append(f"layer {layer['layer']} {part} head {head}")
+    if not found.keys() - {()}:
+        return
+    out = console()
+    out.print("\nRows stored as they are:")
+    for rows, where in sorted(found.items(), key=lambda one: (-len(one[1]), one[0]))[:_RAW_LISTS]:
+        listed = ", ".join(map(str, rows[:_RAW_LISTED])) + ", ..." * (len(rows) > _RAW_LISTED) or "none"
+        out.print(f"  {listed}: {where[0] if len(where) == 1 else f'{len(where):,} segments'}")
+    if len(found) > _RAW_LISTS:
+        out.print(f"  and {len(found) - _RAW_LISTS:,} other lists")
 
 
 def _print_tiles(tiles: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from kvcore.codecs.frame_values import (
     stored_order,
 )
 from kvcore.errors import ConfigError, CorruptFrameError, LayoutError
-from kvcore.rope import RopeParams
+from kvcore.rope import SCALING_PARAMETERS, RopeParams
 
 __all__ = [
     "CRC_BYTES",
@@ -54,6 +54,7 @@ _HEADER = struct.Struct("<4sHHIHHB3sIHHIIQQ8s8sI")
 _LAYER, _SEGMENT, _TILE = struct.Struct("<Q"), struct.Struct("<IH"), struct.Struct("<BH")
 _ROPE = struct.Struct("<IBdd")
 _LEVELS = struct.Struct("<bb")
+_PLAIN, _TABLE, _SCALED = range(3)  # what the numbers after a rope's scaling are: none, frequencies, its parameters
 
 
 def crc32c(data: bytes) -> int:
@@ -183,10 +184,13 @@ def pack_rope(rope: RopeParams | None) -> bytes:
     """Return the one encoding of rope parameters, in frames as in namespace digests."""
     if rope is None:
         return b"\x00"
-    table = () if rope.inv_freq is None else rope.inv_freq
+    form, numbers = _PLAIN, tuple(rope.parameters.values())
+    if rope.inv_freq is not None:
+        form, numbers = _TABLE, rope.inv_freq
+    elif numbers:
+        form = _SCALED
     fixed = _ROPE.pack(rope.rotary_dims, rope.interleaved, rope.theta, rope.factor)
-    entries = struct.pack(f"<BI{len(table)}d", rope.inv_freq is not None, len(table), *table)
-    return b"\x01" + fixed + _pack_text(rope.scaling) + entries
+    return b"\x01" + fixed + _pack_text(rope.scaling) + struct.pack(f"<BI{len(numbers)}d", form, len(numbers), *numbers)
 
 
 def pack_varlen(varlen: Varlen) -> bytes:
@@ -291,9 +295,17 @@ def _parse_rope(cursor: _Cursor) -> RopeParams | None:
     if not cursor.read(_U8):
         return None
     rotary_dims, interleaved, theta, factor = _ROPE.unpack(cursor.take(_ROPE.size))
-    scaling, has_table, entries = cursor.text(), cursor.read(_U8), cursor.read(_U32)
-    table = tuple(value for (value,) in _F64.iter_unpack(cursor.take(entries * _F64.size)))
-    return RopeParams(rotary_dims, theta, bool(interleaved), scaling, factor, table if has_table else None)
+    scaling, form, count = cursor.text(), cursor.read(_U8), cursor.read(_U32)
+    numbers = tuple(value for (value,) in _F64.iter_unpack(cursor.take(count * _F64.size)))
+    names = SCALING_PARAMETERS.get(scaling, ())
+    if form not in (_PLAIN, _TABLE, _SCALED) or (form == _PLAIN and count):
+        raise CorruptFrameError(f"rope parameters of form {form} with {count} numbers mean nothing", reason="layout")
+    if form == _SCALED and (not names or count != len(names)):
+        raise CorruptFrameError(f"RoPE scaling {scaling!r} has {len(names)} numbers, not {count}", reason="layout")
+    named: dict[str, Any] = dict(zip(names, numbers, strict=True)) if form == _SCALED else {}
+    return RopeParams(
+        rotary_dims, theta, bool(interleaved), scaling, factor, numbers if form == _TABLE else None, **named
+    )
 
 
 def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int]]:

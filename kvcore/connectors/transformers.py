@@ -107,7 +107,8 @@ class PrefixKVCache:
         name : str, optional
             Model id; by default the path or hub id that the model was loaded from.
         revision : str, optional
-            Revision of the weights; by default the hub's commit, or a digest of the weights in memory.
+            Revision of the weights; by default the hub's commit, or a digest of the weights in memory, with
+            the constant that the model multiplies rotated keys by where there is one.
         kv_dtype : dtype or name, optional
             Element type that K and V are stored in, one of `KV_DTYPES`; by default the model's. A narrower one is
             lossy: values are rounded to it once.
@@ -175,7 +176,7 @@ class PrefixKVCache:
         """Store the whole chunks of a prefix that are not stored yet.
 
         A lossy codec takes no NaN and no infinity: a chunk that has one is left out with those after it, and the
-        report counts them.
+        report counts them. A policy may say otherwise: ``get_codec("balanced", nonfinite="raw")``.
 
         Parameters
         ----------

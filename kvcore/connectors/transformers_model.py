@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvcore.errors import ConfigError, UnsupportedOpError
-from kvcore.rope import RopeParams
+from kvcore.rope import SCALING_PARAMETERS, RopeParams
 
 __all__ = ["CacheShape", "cache_shape", "check_cacheable", "model_rope", "weights_revision"]
 
@@ -98,6 +98,9 @@ def check_layers(cache: Any) -> None:
 def weights_revision(model: Any) -> str:
     """Name the weights: the commit that the hub gave, or else a digest of the weights in memory.
 
+    With it what the model multiplies keys by as it rotates them, if not by 1: an attention factor is in no weights, and
+    in no `RopeParams`.
+
     Raises
     ------
     ConfigError
@@ -106,9 +109,11 @@ def weights_revision(model: Any) -> str:
     import torch
     from blake3 import blake3
 
+    scales = sorted({float(m.attention_scaling) for m in _rotary_modules(model)} - {1.0})
+    suffix = "".join(f" keys x {scale!r}" for scale in scales)
     commit = getattr(model.config, "_commit_hash", None)
     if commit:
-        return f"commit:{commit}"
+        return f"commit:{commit}{suffix}"
     digest = blake3(_REVISION_TAG, max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):
@@ -117,7 +122,7 @@ def weights_revision(model: Any) -> str:
         head = f"{name}\n{tensor.dtype}\n{tuple(tensor.shape)}\n".encode()
         digest.update(len(head).to_bytes(4, "little") + head)
         digest.update(flat.view(torch.uint8).numpy())
-    return f"weights:{digest.hexdigest()}"
+    return f"weights:{digest.hexdigest()}{suffix}"
 
 
 def model_rope(model: Any) -> RopeParams | None:
@@ -140,28 +145,50 @@ def model_rope(model: Any) -> RopeParams | None:
     unread = [key for key, value in parameters.items() if isinstance(value, (dict, list, tuple))]
     if unread:
         raise ConfigError(f"RoPE parameters {', '.join(unread)} are not read here; {_GIVE_ROPE}")
-    name = type(model).__name__
-    found = [m for m in model.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")]
+    found = _rotary_modules(model)
     if len(found) != 1:
-        raise ConfigError(f"{name} has {len(found)} rotary modules where one is expected; {_GIVE_ROPE}")
+        raise ConfigError(f"{type(model).__name__} has {len(found)} rotary modules where one is expected; {_GIVE_ROPE}")
     rotary = found[0]
-    if rotary.attention_scaling != 1.0:
-        raise ConfigError(f"{name} scales keys by {rotary.attention_scaling} as it rotates them; {_GIVE_ROPE}")
     table = rotary.inv_freq.detach().cpu().double().numpy()
     return _params(parameters, kind, table, _interleaved(rotary))
 
 
+def _rotary_modules(model: Any) -> list[Any]:
+    return [m for m in model.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")]
+
+
+# What kvcore calls the parameters of a scaling, by what configurations call them; None stands for the default there.
+_SCALING_KEYS = {
+    "original_max_position_embeddings": "original_tokens",
+    **{key: key for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")},
+}
+
+
 def _params(parameters: dict[str, Any], kind: str, table: np.ndarray[Any, Any], interleaved: bool) -> RopeParams:
     """The closed form where it gives the model's own table, else the table."""
-    dims, theta = 2 * len(table), float(parameters.get("rope_theta", 0.0))
-    if theta > 0 and kind in ("default", "linear"):
-        linear = kind == "linear"
-        factor = float(parameters["factor"]) if linear else 1.0
-        closed = RopeParams(dims, theta, interleaved, "linear" if linear else "none", factor)
-        # The module computes in float32: a few of its roundings are allowed for, another formula is not.
-        if np.allclose(closed.frequencies(), table, rtol=1e-5, atol=0.0):
-            return closed
+    dims = 2 * len(table)
+    closed = _closed_form(parameters, kind, dims, interleaved)
+    # The module computes in float32: a few of its roundings are allowed for, another formula is not.
+    if closed is not None and np.allclose(closed.frequencies(), table, rtol=1e-5, atol=0.0):
+        return closed
     return RopeParams(dims, interleaved=interleaved, inv_freq=tuple(map(float, table)))
+
+
+def _closed_form(parameters: dict[str, Any], kind: str, dims: int, interleaved: bool) -> RopeParams | None:
+    """What the configuration says; None where it does not say enough, or says what is computed nowhere here."""
+    scaling = {"default": "none"}.get(kind, kind)
+    if scaling not in SCALING_PARAMETERS:
+        return None
+    theta, factor = parameters.get("rope_theta"), 1.0 if scaling == "none" else parameters.get("factor")
+    if theta is None or factor is None:
+        return None
+    taken = {ours: parameters.get(key) for key, ours in _SCALING_KEYS.items() if ours in SCALING_PARAMETERS[scaling]}
+    try:
+        closed = RopeParams(dims, float(theta), interleaved, scaling, float(factor), **taken)
+        closed.frequencies()
+    except (ConfigError, UnsupportedOpError):
+        return None
+    return closed
 
 
 def _interleaved(rotary: Any) -> bool:

@@ -27,6 +27,8 @@ from transformers import (
     StaticCache,
 )
 
+from kvcore.codecs.frame_format import FrameHeader
+from kvcore.codecs.frame_values import Flags
 from kvcore.connectors.transformers import PrefixKVCache, cache_argument
 from kvcore.connectors.transformers_model import model_rope, weights_revision
 
@@ -388,21 +390,75 @@ def test_rotation_is_read_from_the_model(model):
     assert model_rope(llama(rope_parameters=theta)) == kvcore.RopeParams(8, theta=5e5)
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     assert model_rope(llama(rope_parameters=linear)) == kvcore.RopeParams(8, scaling="linear", factor=4.0)
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    other = llama(rope_parameters=llama3)
-    assert model_rope(other) == kvcore.RopeParams(8, inv_freq=tuple(other.model.rotary_emb.inv_freq.tolist()))
     with pytest.raises(kvcore.UnsupportedOpError, match="dynamic"):
         opened(llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), MemoryStore())
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-    with pytest.raises(kvcore.ConfigError, match="scales keys"):
-        opened(llama(rope_parameters=yarn), MemoryStore())
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            LLAMA3,
+            {"theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_tokens": 64},
+        ),
+        (YARN, {"theta": 1e4, "factor": 4.0, "original_tokens": 128}),
+        ({**YARN, "beta_fast": None, "truncate": False}, {"factor": 4.0, "original_tokens": 128, "truncate": False}),
+        (
+            {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.5},
+            {"factor": 4.0, "original_tokens": 128, "beta_fast": 16.0, "beta_slow": 2.0},
+        ),
+    ],
+)
+def test_scaled_rotation_is_read_from_the_model(config, expected):
+    model = llama(rope_parameters=dict(config))
+    rope = model_rope(model)
+    assert rope == kvcore.RopeParams(8, scaling=config["rope_type"], **expected)
+    np.testing.assert_allclose(rope.frequencies(), model.model.rotary_emb.inv_freq.double().numpy(), rtol=2e-6)
+
+
+def test_a_table_that_the_parameters_do_not_give_is_taken_itself():
+    model = llama(rope_parameters=dict(LLAMA3))
+    model.model.rotary_emb.inv_freq *= 1.01
+    assert model_rope(model) == kvcore.RopeParams(8, inv_freq=tuple(model.model.rotary_emb.inv_freq.tolist()))
+    model = llama(rope_parameters=dict(YARN))
+    model.config.rope_parameters["beta_slow"] = 64.0  # beyond beta_fast: what no RopeParams are
+    assert model_rope(model) == kvcore.RopeParams(8, inv_freq=tuple(model.model.rotary_emb.inv_freq.tolist()))
+
+
+@pytest.mark.parametrize("config", [LLAMA3, YARN], ids=lambda config: config["rope_type"])
+def test_keys_of_scaled_rotation_are_stored_without_it_and_come_back(config):
+    model, tokens, store = llama(rope_parameters=dict(config)), prompt(70), MemoryStore()
+    kv, cache = prefill(model, tokens), opened(model, store, codec="high", chunk_tokens=64)
+    cache.save(tokens, kv)
+    (key,) = store.list()
+    assert FrameHeader.parse(store.get(key)).flags & Flags.UNROPED
+    restored, hit = cache.restore(tokens)
+    assert hit == 64
+    for old, new in zip(kv.layers, restored.layers, strict=True):
+        assert float((old.keys[:, :, :64] - new.keys).norm() / old.keys.norm()) < 0.05
+
+
+def test_keys_multiplied_by_another_factor_are_other_keys():
+    # Neither the weights nor the rotation tell them apart.
+    store, tokens = MemoryStore(), prompt(40)
+    plain, scaled = (llama(rope_parameters={**YARN, "attention_factor": factor}) for factor in (1.0, 1.25))
+    assert model_rope(plain) == model_rope(scaled)
+    opened(plain, store).save(tokens, prefill(plain, tokens))
+    assert opened(scaled, store).lookup(tokens) == 0
+    assert opened(plain, store).lookup(tokens) == 32
+    assert weights_revision(plain).startswith("weights:")
+    assert weights_revision(scaled) == f"{weights_revision(plain)} keys x 1.25"
 
 
 def test_a_model_without_rotation_and_with_the_older_argument(model):

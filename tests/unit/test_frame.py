@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from kvcore.codecs import raw
 from kvcore.codecs.frame import FrameReader, FrameWriter, GroupInfo, PartInfo, plan_frame, write_frame
-from kvcore.codecs.frame_format import FrameHeader, crc32c, directory_size, pack_directory, parse_directory
+from kvcore.codecs.frame_format import (
+    FrameHeader,
+    crc32c,
+    directory_size,
+    pack_directory,
+    pack_rope,
+    parse_directory,
+    parse_varlen,
+)
 from kvcore.codecs.frame_values import place_layers
 from kvcore.dtypes import DTYPES, to_dtype
 from kvcore.errors import ConfigError, CorruptFrameError, LayoutError
@@ -119,14 +127,29 @@ def test_crc32c_is_castagnoli() -> None:
 
 
 names = st.sampled_from(["K", "V", "C", "scales"])
+kinds_of_rope = st.one_of(
+    st.builds(dict, scaling=st.sampled_from(["none", "linear", "ntk", "yarn", "llama3"])),
+    st.builds(dict, scaling=st.just("llama3"), inv_freq=st.tuples(st.floats(0, 1), st.floats(0, 1))),
+    st.builds(
+        dict,
+        scaling=st.just("yarn"),
+        original_tokens=st.integers(1, 2**32 - 1),
+        beta_fast=st.floats(8, 64),
+        beta_slow=st.floats(0.125, 8),
+        truncate=st.booleans(),
+    ),
+    st.builds(
+        dict,
+        scaling=st.just("llama3"),
+        original_tokens=st.integers(1, 2**32 - 1),
+        low_freq_factor=st.floats(0.125, 4),
+        high_freq_factor=st.floats(4.5, 64),
+    ),
+)
 ropes = st.none() | st.builds(
-    RopeParams,
-    st.just(4),
-    theta=st.floats(1, 1e7),
-    interleaved=st.booleans(),
-    scaling=st.sampled_from(["none", "linear", "llama3"]),
-    factor=st.floats(1, 64),
-    inv_freq=st.none() | st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    lambda common, kind: RopeParams(4, **common, **kind),
+    st.fixed_dictionaries({"theta": st.floats(1.5, 1e7), "interleaved": st.booleans(), "factor": st.floats(1, 64)}),
+    kinds_of_rope,
 )
 groups_of_layers = st.builds(
     GroupInfo,
@@ -212,6 +235,86 @@ def test_both_ways_of_writing_give_the_same_bytes() -> None:
     for index, layer in enumerate(segments_of([TINY])):
         writer.layer_view(index)[:] = b"".join(layer)
     assert writer.finish(golden.digest) == FRAME
+
+
+# RoPE parameters
+
+LLAMA3 = RopeParams(
+    4, 5e5, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192
+)
+YARN = RopeParams(4, 1e6, scaling="yarn", factor=4.0, original_tokens=32768)
+HEAD = b"\x01" + struct.pack("<IBdd", 4, 0, 1e4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "packed"),
+    [
+        (None, b"\0"),
+        (RopeParams(4, factor=2.0), HEAD + b"\x04none" + bytes(5)),
+        (RopeParams(4, scaling="linear", factor=2.0), HEAD + b"\x06linear" + bytes(5)),
+        (RopeParams(4, scaling="ntk", factor=2.0), HEAD + b"\x03ntk" + bytes(5)),
+        (RopeParams(4, scaling="yarn", factor=2.0), HEAD + b"\x04yarn" + bytes(5)),
+        (
+            RopeParams(4, scaling="llama3", factor=2.0, inv_freq=(1.0, 0.5)),
+            HEAD + b"\x06llama3" + struct.pack("<BIdd", 1, 2, 1.0, 0.5),
+        ),
+        (
+            replace(LLAMA3, theta=1e4, factor=2.0),
+            HEAD + b"\x06llama3" + struct.pack("<BIddd", 2, 3, 1.0, 4.0, 8192.0),
+        ),
+        (
+            replace(YARN, theta=1e4, factor=2.0),
+            HEAD + b"\x04yarn" + struct.pack("<BIdddd", 2, 4, 32.0, 1.0, 32768.0, 1.0),
+        ),
+    ],
+)
+def test_rope_parameters_have_these_bytes(rope: RopeParams | None, packed: bytes) -> None:
+    assert pack_rope(rope) == packed
+    frame = write([replace(TINY, rope=rope)])
+    assert packed in frame
+    assert read(frame).groups[0].rope == rope
+
+
+@pytest.mark.parametrize(
+    ("rope", "form", "numbers", "why"),
+    [
+        (LLAMA3, 0, (1.0, 4.0, 8192.0), "form 0 with 3 numbers"),
+        (LLAMA3, 1, (1.0, 4.0, 8192.0), "inv_freq needs"),
+        (LLAMA3, 3, (1.0, 4.0, 8192.0), "form 3"),
+        (LLAMA3, 2, (1.0, 4.0), "'llama3' has 3 numbers, not 2"),
+        (LLAMA3, 2, (), "'llama3' has 3 numbers, not 0"),
+        (LLAMA3, 2, (1.0, 4.0, 8192.0, 1.0), "'llama3' has 3 numbers, not 4"),
+        (LLAMA3, 2, (4.0, 1.0, 8192.0), "low_freq_factor must be below"),
+        (LLAMA3, 2, (float("nan"), 4.0, 8192.0), "low_freq_factor must be a positive number"),
+        (LLAMA3, 2, (1.0, float("inf"), 8192.0), "high_freq_factor must be a positive number"),
+        (LLAMA3, 2, (1.0, 4.0, 8192.5), "original_tokens must be a whole number"),
+        (LLAMA3, 2, (1.0, 4.0, float("nan")), "original_tokens must be a whole number"),
+        (LLAMA3, 2, (1.0, 4.0, 2.0**32), "original_tokens must be a whole number"),
+        (YARN, 2, (32.0, 1.0, 32768.0, 2.0), "truncate must be true or false"),
+        (YARN, 2, (1.0, 32.0, 32768.0, 1.0), "beta_slow must not be above"),
+        (YARN, 2, (32.0, 1.0, 0.0, 1.0), "original_tokens must be a whole number"),
+        (RopeParams(4, scaling="yarn", factor=4.0), 2, (), "'yarn' has 4 numbers, not 0"),
+        (RopeParams(4, scaling="linear", factor=4.0), 2, (), "'linear' has 0 numbers"),
+        (RopeParams(4, scaling="ntk", factor=4.0), 2, (8192.0,), "'ntk' has 0 numbers, not 1"),
+    ],
+)
+def test_rope_parameters_that_lie(rope: RopeParams, form: int, numbers: tuple[float, ...], why: str) -> None:
+    plan = plan_frame([replace(TINY, rope=rope)], tokens=2, namespace=NAMESPACE, key=KEY)
+    fixed = pack_rope(rope)[: -5 - 8 * len(rope.parameters)]
+    lie = struct.pack(f"<BI{len(numbers)}d", form, len(numbers), *numbers)
+    at = 64 + 1 + len("raw") + 1  # of the group's size: after the digests and the chain
+    group = plan.varlen[at + 4 : plan.varlen.index(fixed)] + fixed + lie
+    forged = plan.varlen[:at] + struct.pack("<I", len(group)) + group
+    with pytest.raises(CorruptFrameError, match=why) as caught:
+        parse_varlen(memoryview(forged), plan.header)
+    assert caught.value.reason == "layout"
+
+
+def test_counts_of_rope_numbers_that_no_frame_holds() -> None:
+    packed, frame = pack_rope(LLAMA3), write([replace(TINY, rope=LLAMA3)])
+    at = frame.index(packed) + len(packed) - 3 * 8 - 4
+    for count in (4, 2**29, 2**32 - 1):
+        assert reason_of(forge(frame, at, struct.pack("<I", count))) == "length"
 
 
 # What is refused at writing

@@ -31,7 +31,7 @@ from kvcore.codecs.frame_format import FrameHeader, crc32c
 from kvcore.codecs.frame_values import Flags
 from kvcore.codecs.kvs1 import Kvs1
 from kvcore.errors import ConfigError, CorruptFrameError, LayoutError, QuantizationError
-from kvcore.rope import RopeParams
+from kvcore.rope import RopeParams, rope_table
 
 NAMESPACE, KEY = bytes(range(32)), bytes(range(32, 64))
 BACKEND = kvcore.open_backend("cpu_ref", fallback="error")
@@ -142,7 +142,10 @@ shapes = st.builds(
     rows=st.integers(1, 40),
     head_count=st.integers(1, 2),
     base_position=st.integers(-3, 2000) | st.sampled_from([2**20 - 1, 2**20, 2**62]),
-    rope=st.none() | st.just(RopeParams(4)) | st.just(RopeParams(4, scaling="yarn", factor=2.0)),
+    rope=st.none()
+    | st.just(RopeParams(4))
+    | st.just(RopeParams(4, scaling="yarn", factor=2.0))
+    | st.just(RopeParams(4, scaling="yarn", factor=2.0, original_tokens=64)),
 )
 
 
@@ -217,6 +220,65 @@ def test_keys_that_kept_their_rope_are_read() -> None:
     frame = frame_of(SMALL, codec=Unturned("balanced"))
     assert not read(frame).header.flags & Flags.UNROPED
     assert decoded(frame) == decoded(frame_of(replace(SMALL, rope=None)))
+
+
+def turned_keys(group: GroupInfo) -> kvcore.RowLayout:
+    """Rows whose keys are alike at every position but for noise, and then rotated as the group's model would."""
+    rows, rng = allocate_rows(group), np.random.default_rng(3)
+    assert group.rope is not None
+    cos, sin = rope_table(group.rope, np.arange(group.base_position, group.base_position + group.rows))
+    for part, layer in rows.planes():
+        array = rows.array(part, layer)[0]  # [T, H, C]
+        channels = 32 * rng.standard_normal(array.shape[1:])
+        values = (channels + rng.standard_normal(array.shape)).astype(np.float32)
+        if part == "K":
+            values = BACKEND.shift_rope(values, cos, sin)
+        array[...] = values.astype(array.dtype)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeParams(32, 5e5),
+        RopeParams(32, 1e4, scaling="linear", factor=4.0),
+        RopeParams(32, 1e4, scaling="ntk", factor=4.0),
+        RopeParams(32, 1e4, scaling="yarn", factor=4.0, original_tokens=512),
+        RopeParams(
+            32, 5e5, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=512
+        ),
+    ],
+    ids=lambda rope: rope.scaling,
+)
+def test_keys_without_their_rope_take_less_room_and_come_back_closer(rope: RopeParams) -> None:
+    parts = (PartInfo("K", "bfloat16", 32), PartInfo("V", "bfloat16", 32))
+    group = GroupInfo("LKHTD", (0, 1), parts, 256, base_position=1024, rope=rope)
+    rows = turned_keys(group)
+
+    sizes, errors = [], []
+    for codec in (Kvs1("small"), Unturned("high")):
+        frame = bytes(encode_frame(BACKEND, [group], [rows], tokens=256, namespace=NAMESPACE, key=KEY, codec=codec))
+        reader = read(frame, expect_groups=[group])
+        assert bool(reader.header.flags & Flags.UNROPED) == (not isinstance(codec, Unturned))
+        out = allocate_rows(group)
+        reader.decode(BACKEND, [out])
+        pairs = [[one.array("K", layer).astype(np.float32) for one in (rows, out)] for layer in (0, 1)]
+        errors.append(max(float(np.linalg.norm(x - y) / np.linalg.norm(x)) for x, y in pairs))
+        sizes.append(len(frame))
+    # Steps follow the spread about the channel means, which a rotation by the positions makes wide.
+    assert errors[0] < 0.02
+    assert errors[0] < 0.75 * errors[1]
+    assert sizes[0] < 0.7 * sizes[1]
+
+
+def test_keys_whose_scaling_is_not_known_keep_their_rope() -> None:
+    unknown = replace(SMALL, rope=RopeParams(4, scaling="llama3", factor=8.0))
+    frame = frame_of(unknown)
+    assert not read(frame).header.flags & Flags.UNROPED
+    assert read(frame).groups == (unknown,)
+    assert decoded(frame) == decoded(frame_of(replace(SMALL, rope=None)))
+    flags = read(frame).header.flags | Flags.UNROPED
+    assert reason_of(put(frame, 8, struct.pack("<I", flags))) == "unsupported"
 
 
 # Parts of a frame

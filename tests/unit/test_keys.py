@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 ROOT = GOLDEN.parent.parent
 NS = Namespace("tiny", "r1", chunk_tokens=4)
 CONTENT = bytes(range(32))
+LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_tokens": 8192}
 
 
 def regenerate() -> ModuleType:
@@ -72,6 +74,18 @@ DISTINCT = [
     Namespace("tiny", "r1", rope=RopeParams(64, factor=2.0)),
     Namespace("tiny", "r1", rope=RopeParams(2, inv_freq=(1.0,))),
     Namespace("tiny", "r1", rope=RopeParams(2)),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="yarn")),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="yarn", original_tokens=4096)),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="yarn", original_tokens=8192)),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="yarn", original_tokens=8192, beta_fast=16.0)),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="yarn", original_tokens=8192, beta_slow=16.0)),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="yarn", original_tokens=8192, truncate=False)),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="ntk")),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="llama3")),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="llama3", **LLAMA3)),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="llama3", **{**LLAMA3, "original_tokens": 4096})),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="llama3", **{**LLAMA3, "low_freq_factor": 2.0})),
+    Namespace("tiny", "r1", rope=RopeParams(64, scaling="llama3", **{**LLAMA3, "high_freq_factor": 2.0})),
     Namespace("tiny", "r1", chunk_tokens=128),
     Namespace("tiny", "r1", hash="sha256"),
 ]
