@@ -8,8 +8,12 @@ import zlib
 import numpy as np
 import pytest
 
+import kvcore
 from kvcore.codecs import PRESETS
+from kvcore.codecs.segments import raw_rows_of
+from kvcore.codecs.tables import table_set
 from kvcore.dtypes import to_dtype
+from kvcore.rope import SCALING_PARAMETERS
 from kvcore_conformance import golden
 
 MASK = 2**64 - 1
@@ -48,9 +52,28 @@ def test_it_covers_what_a_decoder_can_get_wrong():
     assert lossless == {"bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"}
     rope = [g.rope for case in cases if case.codec in ("high", "balanced", "small") for g in case.groups if g.rope]
     assert {r.interleaved for r in rope} == {False, True}
-    assert {r.scaling for r in rope} >= {"none", "linear", "yarn"}
+    assert {r.scaling for r in rope} == set(SCALING_PARAMETERS)
+    assert {r.scaling for r in rope if r.parameters} == {"yarn", "llama3"}
     assert any(r.inv_freq for r in rope)
+    assert any(SCALING_PARAMETERS[r.scaling] and not r.parameters and r.inv_freq is None for r in rope)
     assert {parts for case in cases for g in case.groups for parts in ["".join(p.name for p in g.parts)]} >= {"K", "V"}
+    spoiled = [case for case in cases if case.recipe == "nonfinite"]
+    assert {case.options["nonfinite"] for case in spoiled} == {"raw", "saturate"}
+    assert any(len(g.parts) == 2 and g.parts[1].name == "R" and g.rope for case in spoiled for g in case.groups)
+    assert {g.rows > 256 for case in spoiled for g in case.groups} == {False, True}
+
+
+def test_raw_rows_differ_by_head_and_not_all_heads_are_raw_as_a_whole():
+    names, shape = ("nonfinite-raw", "nonfinite-raw-5"), {"tables": table_set("gauss")}
+    for name in names:
+        reader = golden.open_frame(kvcore.open_backend("cpu_ref"), (golden.FOLDER / f"{name}.kvf").read_bytes())
+        group = reader.groups[0]
+        shape |= {"tokens": group.rows, "channels": group.parts[0].width, "dtype": to_dtype(group.parts[0].dtype)}
+        lists = [raw_rows_of(segment, **shape) for segment in reader.segments(0)[: group.head_count]]
+        assert all(0 in rows for rows in lists)
+        assert len({tuple(rows) for rows in lists}) >= 2
+        if name == "nonfinite-raw-5":
+            assert {len(rows) for rows in lists} == {3, 5}
 
 
 def test_it_is_small():

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from kvcore.hookspecs import op_names
-from kvcore_conformance.mutants import MUTANTS, judge
+from kvcore_conformance.mutants import MUTANTS, Mutant, judge
+from kvcore_conformance.mutants.catalogue import COMPOSITES, Call
 
 MADE = "kvcore_conformance.mutants.made"
 
@@ -32,8 +33,13 @@ def test_the_suite_catches(mutant, score):
 
 
 def test_there_are_mutants_of_every_op_and_no_two_are_one():
-    assert {mutant.op for mutant in MUTANTS} == {*op_names(), "runtime"}
+    assert {mutant.op for mutant in MUTANTS} == {*op_names(), *COMPOSITES, "runtime"}
     assert len({mutant.key for mutant in MUTANTS}) == len(MUTANTS) >= 24
+
+
+def test_composites_without_a_defect_pass():
+    outcome = judge(Mutant("unchanged", "encode_segments", Call.run), "unchanged")
+    assert (outcome.failed, outcome.passed > 200) == ("", True), outcome.output[-3000:]
 
 
 def test_a_snippet_fails_in_a_process_of_its_own_and_only_with_the_defect():

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.nonfinite import check_policy
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
 from kvcore.codecs.tables import table_set
 from kvcore.codecs.tiling import decode_tiles, encode_tiles, host
@@ -159,15 +160,22 @@ class CacheGen:
         takes it: segments know their bins.
     per_head : bool
         A scale for each token and head: larger, better.
+    nonfinite : {"error", "saturate"}
+        What becomes of a NaN or infinity: `QuantizationError`, or NaN is read as zero and an infinity as the largest
+        finite value of the element type with its sign.
     """
 
     name: str = "cachegen"
     config: CacheGenConfig | None = None
     per_head: bool = False
+    nonfinite: str = "error"
     codec_id: int = field(default=5, init=False)
     preset: int = field(default=0, init=False)
     chain: tuple[str, ...] = field(default=("cachegen",), init=False)
     lossless: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        check_policy(self.name, self.nonfinite)
 
     @property
     def precision(self) -> int:
@@ -189,7 +197,7 @@ class CacheGen:
         Raises
         ------
         QuantizationError
-            A NaN or infinity, or values beyond 2**125.
+            A NaN or infinity under policy ``"error"``, or values beyond 2**125.
         LayoutError
             The rows have another number of layers than the group.
         ConfigError
@@ -203,7 +211,7 @@ class CacheGen:
 
         def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
             bins = np.array([self._bins(part.name, layer) for layer in group.layers])
-            return _encode(backend, x, bins, self.per_head)
+            return _encode(backend, x, bins, self.per_head, self.nonfinite)
 
         return encode_parts(backend, rows, group, segments, codec=self.name, dtypes=FLOAT_DTYPES)
 
@@ -219,14 +227,16 @@ class CacheGen:
         return _FINE if layer < (_FINE_VALUES if part == "V" else _FINE_KEYS) else _COARSE
 
 
-def _encode(backend: Backend, x: Array, bins: npt.NDArray[np.int64], per_head: bool) -> list[CodedSegment]:
+def _encode(
+    backend: Backend, x: Array, bins: npt.NDArray[np.int64], per_head: bool, nonfinite: str
+) -> list[CodedSegment]:
     _, heads, tokens, width = x.shape
     axes = _AXES[per_head]
-    largest = host(backend.reduce_absmax(x, axes))
+    largest = host(backend.reduce_absmax(x, axes, nonfinite=nonfinite))
     scale = _scales(largest, bins)
     if (scale > SCALE_MAX).any():
         raise QuantizationError(f"values up to {largest.max()} need a scale beyond 2**125")
-    values = host(backend.quantize(x, QuantSpec.symmetric(16, axes), scale=scale).codes)
+    values = host(backend.quantize(x, QuantSpec.symmetric(16, axes), scale=scale, nonfinite=nonfinite).codes)
     coded = encode_tiles(backend, values.reshape(-1, tokens, width), table_set("gauss"), use_offsets=True)
     segments = []
     for index, tiles in enumerate(coded):

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.nonfinite import check_policy
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
 from kvcore.codecs.tiling import host
 from kvcore.dtypes import dtype_name, to_dtype
@@ -38,10 +39,14 @@ class Fp8:
     scaled : bool
         Scale each segment so that its largest magnitude becomes the largest code. Without, values are cast as they are
         (scale 1; beyond 448 they saturate): what engines with an unscaled fp8 cache do.
+    nonfinite : {"error", "saturate"}
+        What becomes of a NaN or infinity: `QuantizationError`, or NaN is read as zero and an infinity as the largest
+        finite value of the element type with its sign.
     """
 
     name: str = "fp8"
     scaled: bool = True
+    nonfinite: str = "error"
     codec_id: int = field(default=4, init=False)
     chain: tuple[str, ...] = field(default=("fp8",), init=False)
     precision: int = field(default=0, init=False)
@@ -51,6 +56,7 @@ class Fp8:
     def __post_init__(self) -> None:
         if self.name not in _PRESETS:
             raise ConfigError(f"there is no fp8 preset {self.name!r}; there are {', '.join(_PRESETS)}")
+        check_policy(self.name, self.nonfinite)
 
     @property
     def preset(self) -> int:
@@ -67,7 +73,7 @@ class Fp8:
 
         def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
             given = None if self.scaled else np.ones((*x.shape[:2], 1, 1), np.float32)
-            codes, scale, _ = backend.quantize(x, spec, scale=given)
+            codes, scale, _ = backend.quantize(x, spec, scale=given, nonfinite=self.nonfinite)
             size = x.shape[2] * x.shape[3]
             return [
                 CodedSegment(s.astype("<f4").tobytes() + c.tobytes())

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.nonfinite import check_policy
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
 from kvcore.codecs.tiling import host
 from kvcore.dtypes import BFLOAT16, to_dtype
@@ -48,9 +49,13 @@ class Grouped:
     Parameters
     ----------
     name : {"int8", "int4", "int2"}
+    nonfinite : {"error", "saturate"}
+        What becomes of a NaN or infinity: `QuantizationError`, or NaN is read as zero and an infinity as the largest
+        finite value of the element type with its sign.
     """
 
     name: str
+    nonfinite: str = "error"
     codec_id: int = field(default=3, init=False)
     chain: tuple[str, ...] = field(default=("grouped",), init=False)
     precision: int = field(default=0, init=False)
@@ -60,6 +65,7 @@ class Grouped:
     def __post_init__(self) -> None:
         if self.name not in _BITS:
             raise ConfigError(f"there are no grouped integers {self.name!r}; there are {', '.join(_BITS)}")
+        check_policy(self.name, self.nonfinite)
 
     @property
     def preset(self) -> int:
@@ -74,7 +80,7 @@ class Grouped:
         """See `Codec.encode`."""
 
         def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
-            return _encode(backend, x.reshape(-1, *x.shape[2:]), self.preset, part.name in _KEYS)
+            return _encode(backend, x.reshape(-1, *x.shape[2:]), self.preset, part.name in _KEYS, self.nonfinite)
 
         return encode_parts(backend, rows, group, segments, codec=self.name, dtypes=FLOAT_DTYPES)
 
@@ -118,17 +124,18 @@ def _grouped(x: Array, size: int, by_channel: bool) -> tuple[Array, int]:
     return x.reshape(segments, tokens, channels // size, size), 3
 
 
-def _encode(backend: Backend, x: Array, bits: int, by_channel: bool) -> list[CodedSegment]:
+def _encode(backend: Backend, x: Array, bits: int, by_channel: bool, nonfinite: str) -> list[CodedSegment]:
     count, tokens, channels = x.shape
     codes = np.empty(x.shape, np.uint8)
     scales = np.empty((count, *_scale_shape(tokens, channels, by_channel)), BFLOAT16)
     zeros = np.empty(scales.shape, "<i2")
     for t, c, row, column, size in _cuts(tokens, channels, by_channel):
         piece, axis = _grouped(np.ascontiguousarray(x[:, t, c]), size, by_channel)
-        low, high = host(backend.reduce_minmax(piece, (axis,)))
+        low, high = host(backend.reduce_minmax(piece, (axis,), nonfinite=nonfinite))
         scale = _scales(low, high, bits)
         spec = QuantSpec.symmetric(16, (axis,))
-        integers = host(backend.quantize(piece, spec, scale=scale.astype(np.float32)).codes).astype(np.int32)
+        coded = backend.quantize(piece, spec, scale=scale.astype(np.float32), nonfinite=nonfinite)
+        integers = host(coded.codes).astype(np.int32)
         zero = integers.min(axis=axis, keepdims=True)
         # The last code may be one too many where both ends of a group were halves: held, it is off by no more.
         held = np.minimum(integers - zero, (1 << bits) - 1)

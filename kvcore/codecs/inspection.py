@@ -16,6 +16,10 @@ from kvcore.codecs.contract import Codec, CodedSegment
 from kvcore.codecs.frame_checks import check_crc, check_lengths, check_sizes, open_codec
 from kvcore.codecs.frame_format import CRC_BYTES, HEADER_BYTES, FrameHeader, Varlen, parse_directory, parse_varlen
 from kvcore.codecs.frame_values import Buffer, GroupInfo, LayerEntry, byte_view, place_layers
+from kvcore.codecs.kvs1 import Kvs1
+from kvcore.codecs.segments import raw_rows_of
+from kvcore.codecs.tables import table_set
+from kvcore.dtypes import to_dtype
 from kvcore.entropy import CLASSES, ESC, MODE_CONSTANT, MODE_PACKED, MODE_RANS, EncodedTiles, TableSet
 from kvcore.errors import CorruptFrameError, LayoutError, UnsupportedOpError
 from kvcore.ops import Backend
@@ -50,6 +54,8 @@ class LayerReport:
         ``"ok"``, ``"bad"``, ``"missing"`` (the file ends before the layer does) or ``"unchecked"`` (no backend).
     decoded : str
         ``"ok"``, ``"bad"``, ``"missing"``, ``"damaged"`` (its digest is bad), or why it was not decoded.
+    raw_rows : dict of str to list of list of int
+        By part and head, the rows that KVS1 stored as they are; empty if it was not decoded, and for other codecs.
     """
 
     layer: int
@@ -59,6 +65,7 @@ class LayerReport:
     parts: dict[str, int]
     digest: str = "unchecked"
     decoded: str = "no backend"
+    raw_rows: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -177,7 +184,8 @@ class _Inspection:
                     self._check_digest(before, entry, self.backend)
                 intact = len(self.report.problems) == found
                 decoded = self._decode(entry, self.backend) if intact else "damaged"
-                report = replace(report, digest="ok" if intact else "bad", decoded=decoded)
+                rows = self._raw_rows(entry) if decoded == "ok" else {}
+                report = replace(report, digest="ok" if intact else "bad", decoded=decoded, raw_rows=rows)
             self.report.layers.append(report)
             before = entry.stop
 
@@ -218,7 +226,7 @@ class _Inspection:
         if codec.codec_id == 0:
             return "ok"  # rows as they are
         group = replace(self._group(entry), layers=(entry.layer,))
-        segments = [CodedSegment(self.view[s.offset : s.offset + s.nbytes], s.tiles) for s in entry.segments]
+        segments = self._segments(entry)
         tap = cast(Backend, _Tap(backend, self.report.tiles))
         decoded = "bad"
         with self.noting(entry.start, entry.layer):
@@ -228,6 +236,28 @@ class _Inspection:
             except (LayoutError, UnsupportedOpError) as error:
                 decoded = f"not decoded: {error}"
         return decoded
+
+    def _segments(self, entry: LayerEntry) -> list[CodedSegment]:
+        return [CodedSegment(self.view[s.offset : s.offset + s.nbytes], s.tiles) for s in entry.segments]
+
+    def _raw_rows(self, entry: LayerEntry) -> dict[str, list[list[int]]]:
+        """Return the raw rows of a layer that has been decoded."""
+        if not isinstance(self.report.codec, Kvs1):
+            return {}
+        group, segments = self._group(entry), iter(self._segments(entry))
+        return {
+            part.name: [
+                raw_rows_of(
+                    next(segments),
+                    tables=table_set("gauss"),
+                    tokens=group.rows,
+                    channels=part.width,
+                    dtype=to_dtype(part.dtype),
+                )
+                for _ in range(group.head_count)
+            ]
+            for part in group.parts
+        }
 
 
 class _Tap:

@@ -10,12 +10,13 @@ import numpy as np
 
 from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.nonfinite import TOO_LARGE, check_finite, check_policy, largest_by_row, saturated
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
-from kvcore.codecs.segments import Decoded, StepRule, decode_segments, encode_segments
+from kvcore.codecs.segments import MAX_RAW_ROWS, Decoded, StepRule, decode_segments, encode_segments
 from kvcore.codecs.tables import table_set
 from kvcore.dtypes import finite_max, to_dtype
 from kvcore.entropy import TILE_TOKENS
-from kvcore.errors import CorruptFrameError, UnsupportedOpError
+from kvcore.errors import CorruptFrameError, QuantizationError, UnsupportedOpError
 from kvcore.ops import Backend
 from kvcore.rope import RopeParams, rope_table
 from kvcore.rows import RowLayout
@@ -50,13 +51,24 @@ class Kvs1:
         Of `PRESETS`.
     levels : tuple of int, optional
         The model's level constants for keys and values, in eighths of an octave; None: the step follows R alone.
+    nonfinite : {"error", "saturate", "raw"}
+        What becomes of a NaN or infinity. Error: `QuantizationError`, wherever it is. Saturate: NaN is read as zero, an
+        infinity as the largest finite value of the element type with its sign, before anything else is done; rows that
+        are raw anyway (at position 0, or in a chunk of up to 4 tokens) keep theirs. Raw: token rows with one are
+        stored as they are, bit for bit, for each part, layer and head on its own: up to 4 rows of 256 tokens, with that
+        at position 0. The largest finite value of bfloat16 and float32 is beyond what any step reaches: there, saturate
+        holds NaN only. Decoding needs no policy.
     """
 
     name: str
     levels: tuple[int, int] | None = None
+    nonfinite: str = "error"
     codec_id: int = field(default=1, init=False)
     lossless: bool = field(default=False, init=False)
     chain: tuple[str, ...] = field(default=("kvs1",), init=False)
+
+    def __post_init__(self) -> None:
+        check_policy(self.name, self.nonfinite, raw_rows=True)
 
     @property
     def preset(self) -> int:
@@ -113,17 +125,20 @@ class Kvs1:
         self, backend: Backend, part: PartInfo, x: Array, group: GroupInfo, rotation: RopeParams | None
     ) -> list[CodedSegment]:
         """Encode one part, ``[layers * heads, T, width]``: 256 tokens at a time, all layers and heads at once."""
-        names = [f"layer {group.layers[i // group.head_count]}" for i in range(len(x))]
+        heads = group.head_count
+        owners = [f"layer {group.layers[i // heads]}, head {group.head_start + i % heads}" for i in range(len(x))]
         pieces = []
         for start, stop in _chunks(group.rows):
             piece, position = x[:, start:stop], group.base_position + start
+            names = [f"{owner}, tokens {start}:{stop}" for owner in owners]
+            held, raw_rows = self._without_nonfinite(backend, piece, position == 0, names)
             pieces.append(
                 encode_segments(
                     backend,
-                    piece if rotation is None else _turn(backend, piece, rotation, -1, position),
+                    held if rotation is None else _turn(backend, held, rotation, -1, position),
                     tables=table_set("gauss"),
                     rule=self._rule(part),
-                    raw_rows=(0,) if position == 0 else (),
+                    raw_rows=raw_rows,
                     raw_values=piece,
                     unroped=rotation is not None,
                     names=names,
@@ -133,6 +148,36 @@ class Kvs1:
             CodedSegment(b"".join(p.data for p in parts), tuple(t for p in parts for t in p.tiles))
             for parts in zip(*pieces, strict=True)
         ]
+
+    def _without_nonfinite(
+        self, backend: Backend, x: Array, first_raw: bool, names: Sequence[str]
+    ) -> tuple[Array, list[list[int]]]:
+        """Return a chunk ``[S, T, C]`` as it is quantised, and each segment's raw rows, as the policy has it."""
+        tokens, first = x.shape[1], [0] if first_raw else []
+        anyway = tokens if tokens <= MAX_RAW_ROWS else len(first)  # rows from 0 on that are raw whatever they hold
+        if self.nonfinite == "error":
+            if anyway:  # of all others `encode_segments` tells
+                check_finite(largest_by_row(backend, x[:, :anyway]), names)
+            return x, [first] * len(x)
+        largest = largest_by_row(backend, x)
+        bad = ~np.isfinite(largest) if self.nonfinite == "saturate" else ~(largest < TOO_LARGE)
+        if not bad.any():
+            return x, [first] * len(x)
+        held = x.copy()
+        if self.nonfinite == "saturate":
+            held[bad] = saturated(x[bad])
+            return held, [first] * len(x)
+        held[bad] = 0
+        rows = [sorted({*first, *np.flatnonzero(one).tolist()}) for one in bad]
+        for s, chosen in enumerate(rows):
+            if len(chosen) > MAX_RAW_ROWS:
+                listed = ", ".join(map(str, chosen[:8])) + ", ..." * (len(chosen) > 8)
+                raise QuantizationError(
+                    f"{names[s]} has {len(chosen)} rows to store as they are ({listed}), and takes {MAX_RAW_ROWS}: "
+                    "those with a NaN, an infinity or a value of 2**29 and more, and that at position 0; "
+                    "nonfinite='saturate' stores other values"
+                )
+        return held, rows
 
 
 def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegment], group: GroupInfo) -> Array:
@@ -145,23 +190,23 @@ def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegme
         decoded = fused(segments, tables=table_set("gauss"), tokens=group.rows, channels=part.width, dtype=dtype)
         _put_back(backend, part, decoded, group, 0, result)
         return result
-    readers, taken = [Reader(s.data) for s in segments], 0
+    readers, taken = [Reader(s.data) for s in segments], [0] * len(segments)
     for start, stop in _chunks(group.rows):
         decoded = decode_segments(
             backend,
             readers,
-            [s.tiles[taken:] for s in segments],
+            [segment.tiles[before:] for segment, before in zip(segments, taken, strict=True)],
             tables=table_set("gauss"),
             tokens=stop - start,
             channels=part.width,
             dtype=dtype,
         )
-        taken += decoded.tiles
+        taken = [before + more for before, more in zip(taken, decoded.tiles, strict=True)]
         _put_back(backend, part, decoded, group, start, result[:, start:stop])
-    for reader, segment in zip(readers, segments, strict=True):
+    for reader, segment, count in zip(readers, segments, taken, strict=True):
         reader.finish()
-        if len(segment.tiles) != taken:
-            raise CorruptFrameError(f"a segment has {len(segment.tiles)} tiles, {taken} were expected", reason="length")
+        if len(segment.tiles) != count:
+            raise CorruptFrameError(f"a segment has {len(segment.tiles)} tiles, {count} were expected", reason="length")
     return result
 
 
@@ -175,7 +220,9 @@ def _put_back(backend: Backend, part: PartInfo, decoded: Decoded, group: GroupIn
     else:
         limit = finite_max(target.dtype)  # in float16 a value may be rounded beyond it
         target[...] = np.clip(decoded.values, -limit, limit).astype(target.dtype)
-    target[:, decoded.rows] = decoded.raw
+    for one, rows, raw in zip(target, decoded.rows, decoded.raw, strict=True):
+        if rows:
+            one[rows] = raw
 
 
 def _chunks(tokens: int) -> list[tuple[int, int]]:
@@ -205,7 +252,7 @@ def _rotation(group: GroupInfo) -> RopeParams | None:
     except UnsupportedOpError as error:
         if str(error) not in _warned:
             _warned.add(str(error))
-            logger.warning("keys keep their RoPE in stored KV, which then takes more room: %s", error)
+            logger.warning("keys keep their RoPE in stored KV, which then is less exact at a size: %s", error)
         return None
     return group.rope
 

@@ -29,6 +29,8 @@ PRESETS: dict[str, tuple[int, int, str]] = {
 }
 """Preset -> codec id, preset number, and the class that is called with the preset's name. Numbers are for ever."""
 
+_EXACT = ("raw", "lossless")
+
 
 def get_codec(name: str, **options: Any) -> Codec:
     """Return the codec of a preset.
@@ -38,7 +40,8 @@ def get_codec(name: str, **options: Any) -> Codec:
     name : str
         Of `PRESETS`.
     **options
-        Of the codec: ``levels=(c_K, c_V)`` for KVS1's presets, say.
+        Of the codec: ``levels=(c_K, c_V)`` for KVS1's presets, say. All lossy ones take ``nonfinite``, the policy for
+        NaN and infinities: ``"error"`` (the default) or ``"saturate"``, those of KVS1 ``"raw"`` too.
 
     Raises
     ------
@@ -49,6 +52,8 @@ def get_codec(name: str, **options: Any) -> Codec:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"there is no codec {name!r}; {hint}there are {', '.join(PRESETS)}")
+    if "nonfinite" in options and name in _EXACT:
+        raise ConfigError(f"codec {name} holds every value as it is, NaN too: it takes no policy nonfinite")
     module, _, factory = PRESETS[name][2].partition(":")
     try:
         codec: Codec = getattr(importlib.import_module(module), factory)(name, **options)

@@ -9,7 +9,8 @@ A segment's bytes, little-endian::
     | raw rows in the logical dtype | zero pad to 4 | tiles of 64 channels, the last one narrower
 
 Nibbles hold multiplier + 8. With flag ALL_RAW the multipliers and tiles are absent, and all rows are raw, in order,
-without their numbers.
+without their numbers. Segments that are coded together may have other raw rows each: one's bytes never depend on
+another's values, so that they are the same however heads are spread over devices.
 """
 
 from __future__ import annotations
@@ -23,15 +24,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.codecs.contract import Array, CodedSegment
+from kvcore.codecs.nonfinite import check_finite, largest_by_row
 from kvcore.codecs.parts import Reader
 from kvcore.codecs.quantizer import MULTIPLIERS, TARGET_BITS, fit_codes, rms_exponent, steps, token_multipliers
 from kvcore.codecs.tiling import decode_tiles, encode_tiles, host, tile_count
-from kvcore.entropy import TILE_TOKENS, TableSet
+from kvcore.entropy import TILE_CHANNELS, TILE_TOKENS, TableSet, tile_bytes
 from kvcore.errors import CorruptFrameError, LayoutError
 from kvcore.ops import Backend
 from kvcore.quant import Quantized, QuantSpec
 
-__all__ = ["MAX_RAW_ROWS", "Decoded", "SegmentFlags", "StepRule", "decode_segments", "encode_segments"]
+__all__ = [
+    "MAX_RAW_ROWS",
+    "Decoded",
+    "SegmentFlags",
+    "StepRule",
+    "decode_segments",
+    "encode_segments",
+    "raw_rows_of",
+]
 
 MAX_RAW_ROWS = 4
 
@@ -75,20 +85,20 @@ class Decoded:
     ----------
     values : float32 array ``[S, T, C]``
         Still without RoPE if `unroped`. Raw rows hold nothing of use.
-    rows : list of int
-        Numbers of the raw rows.
-    raw : array ``[S, rows, C]``
-        The raw rows, to be put in place at the very end.
+    rows : list of list of int
+        Numbers of each segment's raw rows.
+    raw : list of array ``[rows of the segment, C]``
+        Each segment's raw rows, to be put in place at the very end.
     unroped : bool
-    tiles : int
-        Tiles that each segment took from its directory.
+    tiles : list of int
+        Tiles that each segment took from its directory: none where all rows are raw.
     """
 
     values: Array
-    rows: list[int]
-    raw: Array
+    rows: list[list[int]]
+    raw: list[Array]
     unroped: bool
-    tiles: int
+    tiles: list[int]
 
 
 def encode_segments(
@@ -97,7 +107,7 @@ def encode_segments(
     *,
     tables: TableSet,
     rule: StepRule,
-    raw_rows: Sequence[int] = (),
+    raw_rows: Sequence[Sequence[int]] = (),
     raw_values: Any = None,
     unroped: bool = False,
     names: Sequence[str] | None = None,
@@ -108,11 +118,12 @@ def encode_segments(
     ----------
     backend : Backend
     x : float16, bfloat16 or float32 array ``[S, T, C]``
-        T of 1 to 256. With `unroped` it is keys with RoPE taken off.
+        T of 1 to 256. With `unroped` it is keys with RoPE taken off. Raw rows may hold anything, NaN too.
     tables : TableSet
     rule : StepRule
-    raw_rows : sequence of int
-        Rows that are stored as they are, at most 4; ascending.
+    raw_rows : sequence of sequence of int
+        For each segment the rows that are stored as they are, at most 4, ascending; ``()`` if no segment has any.
+        A segment of up to 4 tokens, or with fewer than 2 other rows, is stored as it is.
     raw_values : array ``[S, T, C]``, optional
         Where raw rows are taken from, in the logical dtype; `x` if not given.
     unroped : bool
@@ -123,13 +134,13 @@ def encode_segments(
     Raises
     ------
     QuantizationError
-        A NaN or infinity, or values beyond every step. Nothing has been written.
+        A NaN or infinity, or values beyond every step, in other rows. Nothing has been written.
     LayoutError
-        More tokens than a tile has, or raw rows out of order.
+        More tokens than a tile has, raw rows out of order, or lists of them for another number of segments.
     """
     count, tokens, _ = x.shape
     flags = SegmentFlags.UNROPED if unroped else SegmentFlags(0)
-    rows = _check_rows(raw_rows, tokens)
+    rows = _check_rows(raw_rows, count, tokens)
     fused = backend.fused("encode_segments")
     if fused is not None:
         coded: list[CodedSegment] = fused(
@@ -137,19 +148,24 @@ def encode_segments(
         )
         return coded
     source = host(x if raw_values is None else raw_values)
-    kept = [t for t in range(tokens) if t not in rows]
-    if tokens <= MAX_RAW_ROWS or len(kept) < 2:
-        return [_all_raw(source[s], flags) for s in range(count)]
-    k, multipliers = _choose_steps(backend, x, kept, rule, names or [f"segment {s}" for s in range(count)])
-    scale = steps(k[:, None] + 2 * multipliers)[:, :, None]
-    values = host(backend.quantize(x, _SPEC, scale=scale).codes)
-    values[:, rows] = 0
-    skip = np.zeros((count, tokens), np.uint8)
-    skip[:, rows] = 1
-    return [
-        CodedSegment(_head(int(k[s]), multipliers[s], flags, rows, source[s]) + coded.data, coded.tiles)
-        for s, coded in enumerate(encode_tiles(backend, values, tables, use_offsets=True, skip=skip))
-    ]
+    names = names or [f"segment {s}" for s in range(count)]
+    quantised = [s for s in range(count) if tokens > MAX_RAW_ROWS and tokens - len(rows[s]) >= 2]
+    segments: dict[int, CodedSegment] = {}
+    if quantised:
+        skip = np.zeros((len(quantised), tokens), np.bool_)
+        for i, s in enumerate(quantised):
+            skip[i, rows[s]] = True
+        if skip.any() or len(quantised) < count:
+            x = x[quantised]
+            x[skip] = 0
+        k, multipliers = _choose_steps(backend, x, skip, rule, [names[s] for s in quantised])
+        scale = steps(k[:, None] + 2 * multipliers)[:, :, None]
+        values = host(backend.quantize(x, _SPEC, scale=scale).codes)
+        made = encode_tiles(backend, values, tables, use_offsets=True, skip=skip.astype(np.uint8))
+        for i, s in enumerate(quantised):
+            head = _head(int(k[i]), multipliers[i], flags, rows[s], source[s])
+            segments[s] = CodedSegment(head + made[i].data, made[i].tiles)
+    return [segments[s] if s in segments else _all_raw(source[s], flags) for s in range(count)]
 
 
 def decode_segments(
@@ -182,57 +198,91 @@ def decode_segments(
         With reason ``"stream"`` or ``"length"``: the bytes are no segments of this shape.
     """
     heads = [_read_head(reader, tokens, channels, dtype) for reader in readers]
-    first = heads[0]
-    if any((h.flags, h.rows) != (first.flags, first.rows) for h in heads):
-        raise CorruptFrameError("segments of one part differ in their flags or raw rows", reason="stream")
-    raw = np.stack([h.raw for h in heads])
-    unroped = bool(first.flags & SegmentFlags.UNROPED)
-    if first.flags & SegmentFlags.ALL_RAW:
-        return Decoded(np.zeros((len(heads), tokens, channels), np.float32), first.rows, raw, unroped, 0)
-    count = tile_count(tokens, channels)
-    values = decode_tiles(
-        backend,
-        readers,
-        [tuple(tiles[:count]) for tiles in directory],
-        tables,
-        tokens=tokens,
-        channels=channels,
-        use_offsets=True,
-    )
-    k = np.array([h.k for h in heads], np.int64)
-    scale = steps(k[:, None] + 2 * np.stack([h.multipliers for h in heads]))[:, :, None]
-    return Decoded(backend.dequantize(Quantized(values, scale), _SPEC), first.rows, raw, unroped, count)
+    unroped = {bool(h.flags & SegmentFlags.UNROPED) for h in heads}
+    if len(unroped) > 1:
+        raise CorruptFrameError("RoPE is taken off in some segments of a part, and not in others", reason="stream")
+    coded = [s for s, h in enumerate(heads) if not h.flags & SegmentFlags.ALL_RAW]
+    values, taken = np.zeros((len(heads), tokens, channels), np.float32), [0] * len(heads)
+    if coded:
+        count = tile_count(tokens, channels)
+        y = decode_tiles(
+            backend,
+            [readers[s] for s in coded],
+            [tuple(directory[s][:count]) for s in coded],
+            tables,
+            tokens=tokens,
+            channels=channels,
+            use_offsets=True,
+        )
+        index = np.array([heads[s].k + 2 * heads[s].multipliers for s in coded], np.int64)
+        decoded = host(backend.dequantize(Quantized(y, steps(index)[:, :, None]), _SPEC))
+        if len(coded) == len(heads):
+            values = decoded
+        else:
+            values[coded] = decoded
+        for s in coded:
+            taken[s] = count
+    return Decoded(values, [h.rows for h in heads], [h.raw for h in heads], unroped.pop(), taken)
+
+
+def raw_rows_of(
+    segment: CodedSegment, *, tables: TableSet, tokens: int, channels: int, dtype: np.dtype[Any]
+) -> list[int]:
+    """Return the numbers of a whole segment's raw rows, all its chunks together; nothing is decoded for it.
+
+    Raises
+    ------
+    CorruptFrameError
+        The bytes are no segment of this shape.
+    """
+    reader, tiles, found = Reader(segment.data), iter(segment.tiles), []
+    for start in range(0, tokens, TILE_TOKENS):
+        head = _read_head(reader, min(TILE_TOKENS, tokens - start), channels, dtype)
+        found += [start + row for row in head.rows]
+        if head.flags & SegmentFlags.ALL_RAW:
+            continue
+        for first in range(0, channels, TILE_CHANNELS):
+            mode, words = next(tiles, (-1, 0))
+            size = tile_bytes(mode, words, min(TILE_CHANNELS, channels - first), tables, True)
+            if size is None:
+                raise CorruptFrameError("a segment has fewer tiles than its rows take", reason="length")
+            reader.take(size)
+    return found
 
 
 def _choose_steps(
-    backend: Backend, x: Any, kept: list[int], rule: StepRule, names: Sequence[str]
+    backend: Backend, x: Any, skip: npt.NDArray[np.bool_], rule: StepRule, names: Sequence[str]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return k ``[S]`` and the multipliers ``[S, T]``, 0 for raw rows."""
+    """Return k ``[S]`` and the multipliers ``[S, T]``, 0 for raw rows: those of `skip`, which are zeros in `x`."""
     count, tokens, channels = x.shape
-    counted = x if len(kept) == tokens else x[:, kept]
-    largest = host(backend.reduce_absmax(counted, (2,)))[:, :, 0]
+    largest = largest_by_row(backend, x)
+    check_finite(largest, names)
     top = largest.max(axis=1)
     exponent = np.where(top > 0, TARGET_BITS - np.frexp(top)[1], 0).astype(np.int32)
-    by_channel = host(backend.reduce_moments(counted, exponent[:, None, None], (1,)))[:, :, 0]
-    by_token = host(backend.reduce_moments(counted, exponent[:, None, None], (2,)))[1, :, :, 0]
-    n = len(kept)
+    by_channel = host(backend.reduce_moments(x, exponent[:, None, None], (1,)))[:, :, 0]
+    by_token = host(backend.reduce_moments(x, exponent[:, None, None], (2,)))[1, :, :, 0]
+    kept = tokens - skip.sum(axis=1)
     # T * sum of squares stays below 2**45 for a channel, and so does the sum over channels below 2**63.
-    spread = (n * by_channel[1] - by_channel[0] ** 2).sum(axis=-1)
+    spread = (kept[:, None] * by_channel[1] - by_channel[0] ** 2).sum(axis=-1)
     k, multipliers = np.zeros(count, np.int64), np.zeros((count, tokens), np.int64)
     for s in np.flatnonzero(top):
-        j = rms_exponent(int(spread[s]), n, channels)
+        j = rms_exponent(int(spread[s]), int(kept[s]), channels)
         k[s] = rule.k(j - 8 * int(exponent[s]))
-        multipliers[s, kept] = token_multipliers(by_token[s], j, channels)
-    return fit_codes(k, multipliers[:, kept], largest, names), multipliers
+        multipliers[s] = token_multipliers(by_token[s], j, channels)
+    multipliers[skip] = 0
+    return fit_codes(k, multipliers, largest, names), multipliers
 
 
-def _check_rows(raw_rows: Sequence[int], tokens: int) -> list[int]:
-    rows = [int(r) for r in raw_rows]
+def _check_rows(raw_rows: Sequence[Sequence[int]], count: int, tokens: int) -> list[list[int]]:
     if not 1 <= tokens <= TILE_TOKENS:
         raise LayoutError(f"a segment has 1 to {TILE_TOKENS} tokens, got {tokens}")
-    if rows != sorted(set(rows)) or len(rows) > MAX_RAW_ROWS or any(not 0 <= r < tokens for r in rows):
-        raise LayoutError(f"raw rows are up to {MAX_RAW_ROWS} ascending rows below {tokens}, got {rows}")
-    return rows
+    lists = [[int(r) for r in rows] for rows in raw_rows] or [[] for _ in range(count)]
+    if len(lists) != count:
+        raise LayoutError(f"{count} segments take a list of raw rows each, got {len(lists)}")
+    for rows in lists:
+        if rows != sorted(set(rows)) or len(rows) > MAX_RAW_ROWS or any(not 0 <= r < tokens for r in rows):
+            raise LayoutError(f"raw rows are up to {MAX_RAW_ROWS} ascending rows below {tokens}, got {rows}")
+    return lists
 
 
 def _all_raw(source: Array, flags: SegmentFlags) -> CodedSegment:

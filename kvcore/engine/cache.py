@@ -82,7 +82,8 @@ class PrefixCache:
     backend : Backend
         Its `OPS` move and digest the bytes; those of the codec encode and decode them.
     codec : Codec or str
-        How chunks are coded that this cache writes.
+        How chunks are coded that this cache writes: a preset's name, or a codec with options, such as
+        ``get_codec("balanced", nonfinite="raw")`` with a policy for NaN and infinities.
     codecs : sequence of str, optional
         The codecs whose frames it takes from the store: `codec`, ``"raw"`` and ``"lossless"`` if not given. The codec
         is no part of a key: who stored a chunk first decided how, and a frame of a codec that is not accepted is a
@@ -96,7 +97,7 @@ class PrefixCache:
         failed, ``"absent"`` where a chunk vanished after `lookup`.
     refused : int
         Chunks that `save` left out, because the codec does not take a value of theirs (a NaN or infinity in a lossy
-        one), or of one before them. Said once in the log.
+        one, under policy ``"error"``), or of one before them. Said once in the log.
 
     Raises
     ------

@@ -27,7 +27,7 @@ def kvcore_fused_encode_segments(
     *,
     tables: Any,
     rule: Any,
-    raw_rows: Sequence[int] = (),
+    raw_rows: Sequence[Sequence[int]] = (),
     raw_values: Any = None,
     unroped: bool = False,
     names: Sequence[str] | None = None,
@@ -36,9 +36,29 @@ def kvcore_fused_encode_segments(
 ) -> Any:
     """Encode KVS1 segments of one shape ``[S, T, C]``: as `kvcore.codecs.segments.encode_segments`, without its checks.
 
+    A segment's bytes depend on nothing but its own rows: each has its own raw rows, and its own count t of the others
+    in all statistics; it is stored whole if T is at most 4 or t below 2, whatever the segments beside it are.
+
+    Parameters
+    ----------
+    x : float16, bfloat16 or float32 array ``[S, T, C]``
+        Its raw rows may hold anything, NaN and infinities too. They are read as zeros, count in no statistic, have
+        multiplier 0, and are the tokens that `kvcore_op_choose_classes` skips.
+    raw_rows : sequence of sequence of int
+        For each segment its raw rows, at most 4, ascending and below T; ``()`` if no segment has any.
+    raw_values : array ``[S, T, C]``, optional
+        Where raw rows are stored from, bit for bit, in the logical dtype; `x` if None.
+    tables, rule, unroped, names
+        As the composition.
+
     Returns
     -------
     list of CodedSegment
+
+    Raises
+    ------
+    QuantizationError
+        A NaN or infinity in a row that is not raw, or values beyond every step. Nothing has been written.
     """
 
 
@@ -55,6 +75,8 @@ def kvcore_fused_decode_segments(
 ) -> Any:
     """Decode KVS1 segments of one shape and up to 256 tokens: as `kvcore.codecs.segments.decode_segments`.
 
+    Segments may differ in their raw rows, and in whether all their rows are; they have UNROPED in common.
+
     Parameters
     ----------
     segments : sequence of CodedSegment
@@ -63,6 +85,8 @@ def kvcore_fused_decode_segments(
     Returns
     -------
     Decoded
+        Of S segments: ``rows`` is a list of S lists, ``raw`` one of S arrays ``[rows of the segment, C]`` of `dtype`,
+        and ``tiles`` one of S counts, 0 where all rows are raw.
 
     Raises
     ------
@@ -84,10 +108,18 @@ def kvcore_fused_gather_encode(
 ) -> Any:
     """Encode tokens of a paged cache: as `kvcore.codecs.composites.gather_encode`.
 
+    `codec` has all that decides the bytes. A lossy one's policy ``codec.nonfinite`` comes before everything else, so
+    before RoPE is taken off.
+
     Returns
     -------
     list of list of CodedSegment, or None
-        By layer; None hands the request back to the composition (a codec that is not fused, say).
+        By layer; None hands the request back to the composition (a codec that is not fused, say, or a policy).
+
+    Raises
+    ------
+    QuantizationError
+        As `Codec.encode`.
     """
 
 

@@ -86,6 +86,34 @@ def test_a_good_frame(look):
     assert tiles["symbols"] == 40 * 60 * tiles["modes"]["rans"]
 
 
+def spoiled_frame() -> bytes:
+    group = group_of(rows=300)
+    rows = rows_of(group)
+    rows.array("K", 1)[0, [5, 256], 0, 3] = np.nan  # [token, head, channel]
+    rows.array("V", 0)[0, 299, 1, 7] = np.inf
+    return frame_of(group, rows, get_codec("balanced", nonfinite="raw"))
+
+
+def test_rows_stored_as_they_are_are_listed_by_part_and_head(look):
+    _, seen = look(FRAME)
+    assert [layer["raw_rows"] for layer in seen["layers"]] == [{"K": [[0], [0]], "V": [[0], [0]]}] * 2
+    code, seen = look(spoiled_frame())
+    assert (code, seen["problems"]) == (0, [])
+    assert [layer["raw_rows"] for layer in seen["layers"]] == [
+        {"K": [[0], [0]], "V": [[0], [0, 299]]},
+        {"K": [[0, 5, 256], [0]], "V": [[0], [0]]},
+    ]
+
+
+def test_people_see_the_rows_that_most_segments_have_and_the_exceptions(tmp_path):
+    (tmp_path / "a.kvf").write_bytes(spoiled_frame())
+    (tmp_path / "b.kvf").write_bytes(frame_of(group_of(), rows_of(group_of()), "lossless"))
+    seen, exact = (CliRunner().invoke(app, ["inspect", str(tmp_path / f"{name}.kvf")]).stdout for name in "ab")
+    lines = [line.strip() for line in seen.partition("Rows stored as they are:")[2].splitlines()]
+    assert lines[1:4] == ["0: 6 segments", "0, 5, 256: layer 3 K head 0", "0, 299: layer 2 V head 1"]
+    assert "Rows stored" not in exact
+
+
 @pytest.mark.parametrize("codec", PRESETS)
 def test_frames_of_every_codec_are_good(codec):
     report = inspect_frame(frame_of(group_of(), rows_of(group_of()), codec), BACKEND)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
-from kvcore.codecs import GroupInfo, PartInfo, write_frame
+from kvcore.codecs import GroupInfo, PartInfo, get_codec, write_frame
 from kvcore.dtypes import to_dtype
 from kvcore.engine import ChunkKey, Namespace, chunk_keys
 from kvcore.engine.cache import PrefixCache, SaveReport
@@ -377,6 +377,27 @@ def test_a_nan_ends_the_prefix_of_a_lossy_codec_and_nothing_else(backend, caplog
     exact = opened(backend, MemoryStore(), codec="lossless")
     assert exact.save(TOKENS, source(kv)).tokens == 24
     assert loaded(exact, TOKENS)[1] == expected(kv, 24)
+
+
+@pytest.mark.parametrize("at", [0, 11])
+def test_with_policy_raw_a_chunk_with_a_nan_is_stored_and_comes_back(backend, at):
+    kv, tokens = normal(len(TOKENS)), slice(8 * (at // 8), 8 * (at // 8) + 8)
+    kv[1][0][0, 2, at, 3] = np.array(0xFFA5, np.uint16).view(kv[1][0].dtype)
+    cache = opened(backend, MemoryStore(), codec=get_codec("balanced", nonfinite="raw"))
+    report = cache.save(TOKENS, source(kv))
+    assert (report.tokens, report.chunks_refused, cache.refused) == (24, 0, 0)
+    ranges, planes = loaded(opened(backend, cache.store, codec="balanced"), TOKENS)
+    assert ranges == [(0, 8), (8, 16), (16, 24)]
+    shape = (24, HEADS, WIDTH)
+    found = np.frombuffer(planes[1][0], kv[1][0].dtype).reshape(shape)
+    assert found[at, 2].tobytes() == kv[1][0][0, 2, at].tobytes()
+    others = np.delete(floats(planes).reshape(LAYERS, 2, *shape), at, axis=2)
+    wanted = np.array([[part[0, :, :24].transpose(1, 0, 2) for part in layer] for layer in kv], np.float32)
+    assert np.abs(others - np.delete(wanted, at, axis=2)).max() < 0.5
+    other = opened(backend, MemoryStore(), codec=get_codec("balanced", nonfinite="raw"))
+    other.save(TOKENS, source(normal(len(TOKENS))))
+    same = [bytes(cache.store.get(k)) == bytes(other.store.get(k)) for k in chunk_keys(cache.namespace, TOKENS)]
+    assert same == [i != tokens.start // 8 for i in range(3)]
 
 
 def test_codecs_that_make_no_sense_are_refused_at_once(backend):

@@ -69,13 +69,15 @@ def test_every_value_comes_back_within_half_a_step(
 ) -> None:
     backend = kvcore.open_backend("cpu_ref")
     x = keys(seed, segments, tokens, channels)
-    coded = encode(backend, x, StepRule(constant), raw_rows=[0] if first_raw else [])
-    assert coded == encode(backend, x, StepRule(constant), raw_rows=[0] if first_raw else [])
+    raw_rows = [[0]] * segments if first_raw else []
+    coded = encode(backend, x, StepRule(constant), raw_rows=raw_rows)
+    assert coded == encode(backend, x, StepRule(constant), raw_rows=raw_rows)
     decoded = decode(backend, coded, x)
-    y, rows = decoded.values, set(decoded.rows)
-    assert decoded.raw.tobytes() == x[:, decoded.rows].tobytes()
-    assert (0 in rows) == (first_raw or len(rows) == tokens)
+    y = decoded.values
     for s, segment in enumerate(coded):
+        rows = set(decoded.rows[s])
+        assert decoded.raw[s].tobytes() == x[s, decoded.rows[s]].tobytes()
+        assert (0 in rows) == (first_raw or len(rows) == tokens)
         head = bytes(segment.data[: 4 + len(rows) + (tokens + 1) // 2])
         for t in set(range(tokens)) - rows:
             nibble = head[4 + len(rows) + t // 2] >> 4 * (t % 2) & 15
@@ -125,7 +127,60 @@ def test_values_that_are_not_finite_are_refused(backend: kvcore.Backend, bad: fl
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [-1], [16], [0, 1, 2, 3, 4]])
 def test_raw_rows_that_mean_nothing_are_refused(backend: kvcore.Backend, rows: list[int]) -> None:
     with pytest.raises(LayoutError):
-        encode(backend, keys(5, 1, 16, 8), raw_rows=rows)
+        encode(backend, keys(5, 2, 16, 8), raw_rows=[[0], rows])
+
+
+def test_every_segment_takes_a_list_of_raw_rows(backend: kvcore.Backend) -> None:
+    for rows in ([[0]], [[0], [], [1]]):
+        with pytest.raises(LayoutError, match="2 segments take a list"):
+            encode(backend, keys(5, 2, 16, 8), raw_rows=rows)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.lists(st.sets(st.integers(0, 7), max_size=4).map(sorted), min_size=1, max_size=4),
+    tokens=st.sampled_from([8, 9, 64]),
+    filler=st.sampled_from([0.0, np.nan, np.inf, 3e38]),
+)
+def test_raw_rows_may_hold_anything_and_segments_differ_in_them(
+    seed: int, rows: list[list[int]], tokens: int, filler: float
+) -> None:
+    backend = kvcore.open_backend("cpu_ref")
+    x = keys(seed, len(rows), tokens, 8)
+    spoiled = x.copy()
+    for s, raw in enumerate(rows):
+        spoiled[s, raw] = filler
+    coded = encode(backend, spoiled, raw_rows=rows, raw_values=x)
+    assert coded == encode(backend, x, raw_rows=rows)
+    assert coded == [encode(backend, x[s : s + 1], raw_rows=[raw])[0] for s, raw in enumerate(rows)]
+    decoded = decode(backend, coded, x)
+    assert decoded.rows == rows
+    assert [r.tobytes() for r in decoded.raw] == [x[s, raw].tobytes() for s, raw in enumerate(rows)]
+
+
+@pytest.mark.parametrize("tokens", [12, 33, 64])
+def test_steps_are_those_of_the_segment_without_its_raw_rows(backend: kvcore.Backend, tokens: int) -> None:
+    x, rows = keys(9, 2, tokens, 8), [[], [0, 3, 10]]
+    x[1, rows[1]] *= 100
+    segment = encode(backend, x, raw_rows=rows)[1].data
+    alone = encode(backend, np.delete(x[1:], rows[1], axis=1))[0].data
+    nibbles = [
+        [b >> shift & 15 for b in data[start:] for shift in (0, 4)] for data, start in ((segment, 7), (alone, 4))
+    ]
+    assert segment[0] == alone[0]
+    assert [nibbles[0][t] for t in range(tokens) if t not in rows[1]] == nibbles[1][: tokens - 3]
+    assert [nibbles[0][t] for t in rows[1]] == [8, 8, 8]
+
+
+def test_a_segment_with_fewer_than_two_other_rows_is_stored_whole_and_no_other(backend: kvcore.Backend) -> None:
+    x = keys(8, 3, 5, 70)
+    coded = encode(backend, x, raw_rows=[[0], [0, 1, 2, 4], [1, 2, 3]])
+    assert [len(s.tiles) for s in coded] == [2, 0, 2]
+    decoded = decode(backend, coded, x)
+    assert (decoded.rows, decoded.tiles) == ([[0], [0, 1, 2, 3, 4], [1, 2, 3]], [2, 0, 2])
+    assert decoded.raw[1].tobytes() == x[1].tobytes()
+    assert np.abs(decoded.values[0, 1:] - x[0, 1:].astype(np.float32)).max() < 1
 
 
 def test_more_tokens_than_a_tile_are_refused(backend: kvcore.Backend) -> None:
@@ -135,7 +190,7 @@ def test_more_tokens_than_a_tile_are_refused(backend: kvcore.Backend) -> None:
 
 def test_short_and_altered_segments_are_refused_or_harmless(backend: kvcore.Backend) -> None:
     x = keys(6, 1, 12, 5)
-    segment = encode(backend, x, raw_rows=[0])[0]
+    segment = encode(backend, x, raw_rows=[[0]])[0]
     whole = bytes(segment.data)
     for cut in range(len(whole)):
         with pytest.raises(CorruptFrameError):

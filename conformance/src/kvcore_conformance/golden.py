@@ -103,6 +103,9 @@ def _mla(rows: int, *, rope: RopeParams | None = None) -> GroupInfo:
     return GroupInfo("LTC", (0, 1), (PartInfo("C", "bfloat16", 72), PartInfo("R", "bfloat16", 16)), rows, rope=rope)
 
 
+_NONFINITE: tuple[str, dict[str, Any]] = ("nonfinite", {"nonfinite": "raw"})
+
+
 def _cases() -> list[GoldenCase]:
     half = RopeParams(16, theta=100000.0)
     table = RopeParams(8, inv_freq=(1.0, 0.25, 0.0625, 2.0**-10), scaling="llama3", factor=8.0)
@@ -131,6 +134,10 @@ def _cases() -> list[GoldenCase]:
         GoldenCase("rope-linear", "balanced", (_kv(20, rope=RopeParams(32, scaling="linear", factor=4.0)),)),
         GoldenCase("rope-table", "balanced", (_kv(20, rope=table),)),
         GoldenCase("rope-unknown", "balanced", (_kv(20, rope=RopeParams(32, scaling="yarn", factor=4.0)),)),
+        *(
+            GoldenCase(f"rope-{rope.scaling}", "balanced", (_kv(40, rope=rope, base_position=256),))
+            for rope in _scaled()
+        ),
         GoldenCase("position-256", "balanced", (_kv(20, rope=half, base_position=256),)),
         GoldenCase("position-100000", "balanced", (_kv(20, rope=half, base_position=100000),)),
     ]
@@ -147,6 +154,17 @@ def _cases() -> list[GoldenCase]:
         GoldenCase("lossless-two-values", "lossless", (_kv(40, 5),), "two"),
         GoldenCase("lossless-mla", "lossless", (_mla(40, rope=half),)),
         GoldenCase("lossless-hybrid", "lossless", _hybrid()),
+        GoldenCase("nonfinite-raw", "balanced", (_kv(20, heads=3, layers=(0, 1), rope=half),), *_NONFINITE),
+        GoldenCase("nonfinite-raw-5", "small", (_kv(5, 8, heads=3, dtype="float32"),), *_NONFINITE),
+        GoldenCase("nonfinite-raw-300", "small", (_kv(300, 8, heads=2, dtype="float16"),), *_NONFINITE),
+        GoldenCase("nonfinite-raw-mla", "high", (replace(_mla(20, rope=half), base_position=256),), *_NONFINITE),
+        GoldenCase(
+            "nonfinite-saturate",
+            "balanced",
+            (_kv(20, heads=3, dtype="float16", rope=half),),
+            "nonfinite",
+            {"nonfinite": "saturate"},
+        ),
         GoldenCase("raw", "raw", _hybrid()),
         GoldenCase("raw-fp8", "raw", (_kv(5, 7, heads=2, dtype="float8_e4m3fn"),)),
         GoldenCase("fp8-unscaled", "fp8", (_kv(20),), options={"scaled": False}),
@@ -155,6 +173,17 @@ def _cases() -> list[GoldenCase]:
     ]
     cases += [GoldenCase(name, name, (_kv(37, 40),)) for name in ("int8", "int4", "int2", "fp8", "fp8_e5m2")]
     return cases
+
+
+def _scaled() -> list[RopeParams]:
+    """Each scaling that is no plain division, with channels that it keeps, that it divides, and that lie between."""
+    return [
+        RopeParams(32, scaling="ntk", factor=8.0),
+        RopeParams(32, scaling="yarn", factor=4.0, original_tokens=1024),
+        RopeParams(
+            32, 5e5, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=256
+        ),
+    ]
 
 
 def _hybrid() -> tuple[GroupInfo, ...]:
@@ -190,7 +219,9 @@ def values(recipe: str, shape: tuple[int, int, int], dtype: object, stream: int)
         ``plain``: bells, in each channel with a factor of 2^-3 .. 2^1 and a bell times 4 added. ``constant``: only what
         is added. ``beyond-64``: the same from channel 64 on, plain before. ``two``: what is added or its negative.
         ``zeros``. ``largest``: plain, and two tokens of 65504 and -65504. ``tiny``: plain, and every 41st element times
-        2^-100. ``bits``: plain, and every 5th element any bit pattern at all.
+        2^-100. ``bits``: plain, and every 5th element any bit pattern at all. ``nonfinite``: plain, and in head h three
+        tokens, ``(h + i * (T // 2 - 1)) % T``, with a signalling NaN in channel 0, an infinity in the last channel, and
+        a negative infinity and a NaN in these.
     shape : tuple of int
     dtype : dtype or name
     stream : int
@@ -219,7 +250,21 @@ def values(recipe: str, shape: tuple[int, int, int], dtype: object, stream: int)
         odd = np.arange(made.size).reshape(shape) % 5 == 0
         bits = _draws(stream + 2, shape).astype(_UINT[resolved.itemsize])
         made = np.where(odd, bits, made.view(bits.dtype)).view(resolved)
+    elif recipe == "nonfinite":
+        _spoil(made)
     return made
+
+
+def _spoil(x: Array) -> None:
+    """Put NaNs with payloads and infinities into ``[T, H, width]``."""
+    bits = x.view(_UINT[x.itemsize])
+    infinity = int(np.array(np.inf, x.dtype).view(bits.dtype))
+    sign = 1 << (8 * x.itemsize - 1)
+    for h in range(x.shape[1]):
+        first, second, third = ((h + i * (len(x) // 2 - 1)) % len(x) for i in range(3))
+        bits[first, h, 0] = sign | infinity | 0x25
+        bits[second, h, -1] = infinity
+        bits[third, h, 0], bits[third, h, -1] = sign | infinity, sign - 1
 
 
 def inputs(case: GoldenCase) -> list[RowLayout]:

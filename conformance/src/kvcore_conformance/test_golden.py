@@ -1,4 +1,4 @@
-"""Golden frames: each decodes to what is recorded, and its input encodes to the same bytes.
+"""Golden frames: each decodes to what is recorded, and its input encodes to the same bytes; in a paged cache too.
 
 A codec is composed from many ops; a failure here says that one of them is wrong, the tests of the ops say which.
 """
@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from kvcore import Layout, RowLayout
+from kvcore.codecs import GroupInfo
 from kvcore.codecs.chunk_rows import allocate_rows
+from kvcore.codecs.composites import decode_scatter, gather_encode
 from kvcore.codecs.kvs1 import PRESETS
+from kvcore.dtypes import to_dtype
 from kvcore.errors import CorruptFrameError
 from kvcore_conformance import golden
 from kvcore_conformance.checks import Subject
 
+_BLOCK = 4
 _COMMON = ("convert_layout", "digest")
 _TILES = ("choose_classes", "encode_symbols"), ("decode_symbols",)
 _KVS1 = ("reduce_absmax", "reduce_moments", "quantize", *_TILES[0]), ("dequantize", *_TILES[1])
@@ -31,11 +38,11 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def _every_frame(way: int) -> pytest.MarkDecorator:
+def _every_frame(way: int, *more: str) -> pytest.MarkDecorator:
     params = []
     for name, case in golden.CASES.items():
         turned = case.codec in PRESETS and any(group.rope is not None for group in case.groups)
-        ops = (*_COMMON, *_OPS[case.codec][way], *(("shift_rope",) if turned else ()))
+        ops = (*_COMMON, *more, *_OPS[case.codec][way], *(("shift_rope",) if turned else ()))
         params.append(pytest.param(name, marks=[pytest.mark.kvcore_op(op) for op in ops]))
     return pytest.mark.parametrize("name", params)
 
@@ -81,6 +88,50 @@ def test_golden_layers_decode_one_by_one(subject: Subject, name: str) -> None:
             same = alone.array(part, 0).tobytes() == whole[entry.group].array(part, done[entry.group]).tobytes()
             assert same, f"{name}: layer {entry.layer} differs when it is decoded alone"
         done[entry.group] += 1
+
+
+@_every_frame(0, "gather_paged", "scatter_paged")
+def test_golden_rows_in_a_paged_cache_encode_to_the_same_bytes(subject: Subject, name: str) -> None:
+    case, backend = golden.CASES[name], subject.backend
+    reader = golden.open_frame(backend, _frame(name))
+    for g, (group, rows) in enumerate(zip(case.groups, golden.inputs(case), strict=True)):
+        cache, index = _paged(group)
+        backend.scatter_paged(rows, index, out=cache)
+        layers = gather_encode(backend, golden.codec_of_case(case), cache, index, group)
+        wanted = [reader.segments(i) for i, entry in enumerate(reader.layers) if entry.group == g]
+        for layer, found, stored in zip(group.layers, layers, wanted, strict=True):
+            same = [(bytes(f.data), f.tiles) == (bytes(s.data), s.tiles) for f, s in zip(found, stored, strict=True)]
+            assert all(same), f"{name}: segments {[i for i, s in enumerate(same) if not s]} of layer {layer} differ"
+
+
+@_every_frame(1, "gather_paged", "scatter_paged")
+def test_golden_frame_decodes_into_a_paged_cache(subject: Subject, name: str) -> None:
+    case, backend, found = golden.CASES[name], subject.backend, []
+    reader = golden.open_frame(backend, _frame(name))
+    for g, group in enumerate(reader.groups):
+        cache, index = _paged(group)
+        segments = [reader.segments(i) for i, entry in enumerate(reader.layers) if entry.group == g]
+        decode_scatter(backend, golden.codec_of_case(case), segments, index, group, cache)
+        found.append(allocate_rows(group))
+        backend.gather_paged(cache, index, out=found[-1])
+    assert golden.fingerprint(found) == golden.manifest()[name]["output"], f"{name} decodes to other values"
+
+
+def _paged(group: GroupInfo) -> tuple[RowLayout, npt.NDArray[np.int64]]:
+    """Return an empty paged cache for a group's rows, and the slots, last token first, that they are to have there."""
+    blocks, token_bytes = -(-group.rows // _BLOCK) + 1, sum(part.row_bytes for part in group.parts) * group.head_count
+    tensors = [np.zeros((blocks, _BLOCK * token_bytes), np.uint8) for _ in group.layers]
+    parts = {part.name: part for part in group.parts}
+    dtypes = {name: to_dtype(part.dtype) for name, part in parts.items()}
+    extents = {axis: part.width for axis, part in zip("DE", group.parts, strict=False)}
+    if "C" in parts:
+        dtypes, extents = {"C": dtypes["C"]}, {"D": sum(part.width for part in group.parts)}
+        layout = Layout("L|B[C:ND]", N=_BLOCK, **extents)
+    else:
+        regions = ",".join(f"{name}:NH{axis}" for name, axis in zip(parts, extents, strict=True))
+        layout = Layout(f"L|B[{regions}]", N=_BLOCK, H=group.head_count, **extents)
+    slots = np.arange(group.rows, dtype=np.int64)[::-1] + _BLOCK // 2
+    return layout.bind(tensors, dtypes=dtypes), np.ascontiguousarray(slots)
 
 
 @pytest.mark.kvcore_op("digest")

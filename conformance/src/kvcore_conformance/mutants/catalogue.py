@@ -1,7 +1,8 @@
 """The list of mutants, and how one is made a backend.
 
-A mutant is the NumPy reference with one defect: a function around one op's implementation. It is registered as a
-module, so that it is linked, checked and called exactly as a backend that was installed.
+A mutant is the NumPy reference with one defect: a function around one op's implementation, or around a composite that
+is fused from the reference's own ops. It is registered as a module, so that it is linked, checked and called exactly as
+a backend that was installed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from kvcore import BackendSpec, hookimpl
-from kvcore.hookspecs import OP_PREFIX
+from kvcore.hookspecs import FUSED_PREFIX, OP_PREFIX
 from kvcore_cpu_ref import backend as reference
 from kvcore_cpu_ref import ops
 
-__all__ = ["MUTANTS", "Call", "Mutant", "mutant", "publish"]
+__all__ = ["COMPOSITES", "MUTANTS", "Call", "Mutant", "mutant", "publish"]
 
 _PREFIX = "kvcore_mutant_"
 
@@ -48,7 +49,7 @@ class Mutant:
     name : str
         Of the defect.
     op : str
-        The op, or ``"runtime"``.
+        The op, one of `COMPOSITES`, or ``"runtime"``.
     defect : callable
         From the call to its result; for the runtime a class.
     """
@@ -69,6 +70,8 @@ class Mutant:
 
 
 MUTANTS: list[Mutant] = []
+COMPOSITES: dict[str, Callable[..., Any]] = {}
+"""Fused composites without a defect, by name: every mutant has them."""
 
 
 def mutant(*names: str) -> Callable[[Defect], Defect]:
@@ -91,6 +94,9 @@ def publish(wrong: Mutant | None) -> BackendSpec:
             op = attribute.removeprefix(OP_PREFIX)
             defect = wrong.defect if wrong is not None and wrong.op == op else Call.run
             setattr(module, attribute, hookimpl(_around(function, defect)))
+    for composite, function in COMPOSITES.items():
+        defect = wrong.defect if wrong is not None and wrong.op == composite else Call.run
+        setattr(module, FUSED_PREFIX + composite, hookimpl(_around(function, defect)))
     runtime = known.runtime
     if wrong is not None and wrong.op == "runtime":
         setattr(module, wrong.name, wrong.defect)

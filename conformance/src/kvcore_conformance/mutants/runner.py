@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvcore_conformance.mutants.catalogue import Mutant
+from kvcore_conformance import golden
+from kvcore_conformance.mutants.catalogue import COMPOSITES, Mutant
 
 __all__ = ["Outcome", "judge"]
 
@@ -40,10 +41,11 @@ class Outcome:
     output: str = field(default="", repr=False)
 
     def caught(self, op: str) -> bool:
-        """Tell whether the suite failed for the right reason: an assertion that names the op."""
+        """Tell whether the suite failed for the right reason: an assertion that names the op, or a golden frame."""
         said = self.message.partition("\n")[0]
+        named = "|".join(golden.CASES) if op in COMPOSITES else op
         return bool(self.failed) and (
-            op == "runtime" or re.match(rf"(\w+\.)*(ConformanceFailure|AssertionError): {op}\b", said) is not None
+            op == "runtime" or re.match(rf"(\w+\.)*(ConformanceFailure|AssertionError): ({named})\b", said) is not None
         )
 
     @pytest.hookimpl(trylast=True)
@@ -58,18 +60,19 @@ class Outcome:
             self.passed += 1
 
 
-def judge(mutant: Mutant) -> Outcome:
-    """Run the tests of a mutant's op, without shrinking.
+def judge(mutant: Mutant, key: str | None = None) -> Outcome:
+    """Run the tests of a mutant's op, without shrinking; of a composite, the golden frames.
 
-    Tests that compare with the reference, or with golden files, are left out: the oracle alone must catch every defect,
-    and by its op.
+    Tests of an op that compare with the reference, or with golden files, are left out: the oracle alone must catch
+    every defect, and by its op. `key` names another backend to run them against, in `kvcore_conformance.mutants.made`.
     """
     outcome = Outcome()
+    of_op = ("--kvcore-ops", mutant.op, "-k", "not as_the_reference and not golden")
     arguments = [
         "--pyargs",
         "kvcore_conformance",
-        *("--kvcore-backend", f"kvcore_conformance.mutants.made:{mutant.key}"),
-        *("--kvcore-ops", mutant.op, "-k", "not as_the_reference and not golden"),
+        *("--kvcore-backend", f"kvcore_conformance.mutants.made:{key or mutant.key}"),
+        *(("-k", "golden") if mutant.op in COMPOSITES else of_op),
         *("--kvcore-no-shrink", "-x", "-q", "--tb=short", "--import-mode=importlib", "-p", "no:cacheprovider"),
         # Whatever the project around configures (warnings as errors, say) must not decide what is caught.
         *("-c", os.devnull, f"--rootdir={Path(__file__).parents[1]}"),
