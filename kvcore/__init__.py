@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UnsupportedOpError,
     )
     from kvcore.hookspecs.markers import hookimpl, supports
+    from kvcore.kernels import get_include
     from kvcore.layout import Layout
     from kvcore.memory import BufferPool, KVMeta, LayoutDesc, MemoryObj, chunk_desc
     from kvcore.ops import Backend, Plan, explain, open_backend
@@ -51,6 +52,7 @@ _HOME = {
         "UnsupportedOpError",
     ),
     "kvcore.hookspecs.markers": ("hookimpl", "supports"),
+    "kvcore.kernels": ("get_include",),
     "kvcore.layout": ("Layout",),
     "kvcore.memory": ("BufferPool", "KVMeta", "LayoutDesc", "MemoryObj", "chunk_desc"),
     "kvcore.ops": ("Backend", "Plan", "explain", "open_backend"),
@@ -94,6 +96,7 @@ __all__ = [
     "__version__",
     "chunk_desc",
     "explain",
+    "get_include",
     "hookimpl",
     "open_backend",
     "supports",

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -77,6 +77,7 @@ class LayoutDesc:
 
     layout: Layout
     dtypes: Mapping[str, np.dtype[Any]] = field(hash=False)
+    _template: RowLayout | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -128,13 +129,15 @@ class LayoutDesc:
             raise LayoutError(
                 f"{self.layout}: the chunk takes {self.nbytes} B at offset {offset}, the buffer has {ref.shape[0]} B"
             )
-        shape, dtype = self._shape()
-        view = ArrayRef(
-            ref.address + offset, shape, row_major(shape, dtype.itemsize), dtype, ref.device, ref.readonly, ref.owner
+        if self._template is None:  # laid out once, from address 0: chunks of one shape are bound by the thousand
+            shape, dtype = self._shape()
+            regions = {r.label: r for r in self.layout.regions}
+            dtypes = {p: d for p, d in self.dtypes.items() if p in regions and regions[p].nbytes is None}
+            zero = ArrayRef(0, shape, row_major(shape, dtype.itemsize), dtype)
+            object.__setattr__(self, "_template", self.layout.bind(zero, dtypes=dtypes))
+        return cast(RowLayout, self._template).moved(
+            ref.address + offset, device=ref.device, readonly=ref.readonly, owner=(ref.owner,)
         )
-        regions = {r.label: r for r in self.layout.regions}
-        dtypes = {p: d for p, d in self.dtypes.items() if p in regions and regions[p].nbytes is None}
-        return self.layout.bind(view, dtypes=dtypes)
 
     def _shape(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """The shape of the one tensor, in elements; where regions share it, its last dim is their bytes."""

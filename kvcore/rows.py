@@ -7,8 +7,9 @@ cache and a dense chunk have one form: a dense chunk is one block whose tokens a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from kvcore.arrays import ArrayRef, bytes_at
 from kvcore.dtypes import dtype_name
 from kvcore.errors import LayoutError
 
-__all__ = ["RowLayout", "Segment"]
+__all__ = ["NativeRows", "RowLayout", "Segment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,23 @@ class Segment:
         return self.dim_stride == self.dtype.itemsize or self.width == 1
 
 
+class NativeRows(NamedTuple):
+    """Tables of a `RowLayout` for native kernels, and their addresses.
+
+    ``planes``, int64 ``[parts * layers, 5]``: base address, then the strides of block, token, head and dim of every
+    plane (one part of one layer); parts in order of their names, each with all its layers, so that two layouts of one
+    signature have their planes in the same order. ``parts``, int32 ``[parts, 4]``: heads, width, item size and 0.
+    ``tokens``, int64 ``[2]``: 0 and the tokens of a block.
+    """
+
+    planes: np.ndarray[Any, np.dtype[np.int64]]
+    parts: np.ndarray[Any, np.dtype[np.int32]]
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    planes_at: int
+    parts_at: int
+    tokens_at: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLayout:
     """A layout bound to memory. Made by `Layout.bind` and `LayoutDesc.bind`, never by hand.
@@ -89,6 +107,7 @@ class RowLayout:
     signature: tuple[Any, ...] = field(init=False)
     dtypes: str = field(init=False)
     _write_refusal: str | None = field(init=False)
+    _native: NativeRows | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         rows = [(p, dtype_name(s.dtype), s.heads, s.width) for s in self.segments for p in s.parts]
@@ -96,6 +115,7 @@ class RowLayout:
         object.__setattr__(self, "signature", (self.layers, tuple(sorted(rows))))
         object.__setattr__(self, "dtypes", "/".join(dict.fromkeys(r[1] for r in rows)))
         object.__setattr__(self, "_write_refusal", self._why_not_writable())
+        object.__setattr__(self, "_native", None)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -131,6 +151,23 @@ class RowLayout:
             if part in candidate.parts:
                 return candidate, candidate.parts.index(part)
         raise LayoutError(f"{self.text} has no part {part!r}; it has {', '.join(self.parts)}")
+
+    def native(self) -> NativeRows:
+        """Return the layout as native kernels take it; made once, since making it would dominate small calls."""
+        if self._native is None:
+            parts = [self.segment(name) for name in sorted(self.parts)]
+            planes = [
+                (base, s.block_stride, s.token_stride, s.head_stride, s.dim_stride)
+                for s, i in parts
+                for base in s.bases[i]
+            ]
+            tables = (
+                np.array(planes, np.int64).reshape(-1, 5),
+                np.array([(s.heads, s.width, s.dtype.itemsize, 0) for s, _ in parts], np.int32).reshape(-1, 4),
+                np.array([0, self.block_tokens], np.int64),
+            )
+            object.__setattr__(self, "_native", NativeRows(*tables, *(t.ctypes.data for t in tables)))
+        return cast(NativeRows, self._native)
 
     def bytes_view(self, part: str, layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return one part of one layer as uint8 ``[blocks, block_tokens, heads, width, itemsize]``, host memory only.
@@ -185,6 +222,21 @@ class RowLayout:
             self.owner,
             self.paged,
         )
+
+    def moved(self, shift: int, *, device: str, readonly: bool, owner: object) -> RowLayout:
+        """Return the same layout of other memory, `shift` bytes further on."""
+        segments = tuple(
+            replace(s, bases=tuple(tuple(base + shift for base in row) for row in s.bases)) for s in self.segments
+        )
+        return replace(self, segments=segments, device=device, readonly=readonly, owner=owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Tables made by `native` hold addresses of their own memory, which a copy has elsewhere: it makes its own.
+        return RowLayout, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowLayout:
+        """Return another view of the same memory, which the same owner keeps alive: addresses cannot be copied."""
+        return copy(self)
 
     def check_writable(self) -> None:
         """Raise `LayoutError` unless every element has its own, writable bytes."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvcore.arrays import host_array
+from kvcore.arrays import aligned_empty, host_array
 from kvcore.errors import LeaseError, OutOfMemoryError, UnsupportedOpError
 
 __all__ = ["HostBuffer", "HostRuntime", "Runtime", "SharedName"]
@@ -144,8 +144,8 @@ class HostRuntime:
         return host_array(array)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Allocate with NumPy."""
-        return np.empty(shape, dtype)
+        """Allocate with NumPy, at the beginning of a cache line."""
+        return aligned_empty(shape, np.dtype(dtype))
 
     def stream(self) -> None:
         """The host has one stream, None."""
