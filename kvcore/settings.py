@@ -7,13 +7,16 @@ from `VARIABLES`, so a variable that is not here does not exist.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore.errors import ConfigError
 
 __all__ = ["VARIABLES", "Settings", "Variable", "current"]
+
+_MOST_THREADS = 1024
 
 
 def _text(value: str) -> str:
@@ -44,6 +47,38 @@ def _kernels(value: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+def _isa(value: str) -> str:
+    if value.strip() not in {"", "scalar", "avx2"}:
+        raise ValueError("expected scalar or avx2")
+    return value.strip()
+
+
+def _threads(value: str) -> int | None:
+    text = value.strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > 4 or not 1 <= int(text) <= _MOST_THREADS:
+        raise ValueError(f"expected a number from 1 to {_MOST_THREADS}")
+    return int(text)
+
+
+def _warp(value: str) -> int:
+    if value.strip() not in {"16", "32", "64"}:
+        raise ValueError("expected 16, 32 or 64")
+    return int(value)
+
+
+def _seed(value: str) -> int:
+    text = value.strip()
+    if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) >= 2**64:
+        raise ValueError("expected a number from 0 to 2**64 - 1")
+    return int(text)
+
+
+def _options(value: str) -> tuple[str, ...]:
+    return tuple(shlex.split(value))
+
+
 @dataclass(frozen=True, slots=True)
 class Variable:
     """One environment variable: its name, what it does, its default (as text) and how it is parsed."""
@@ -72,6 +107,22 @@ VARIABLES: tuple[Variable, ...] = (
         "cpu_ref",
     ),
     Variable(
+        "KVCORE_CPU_ISA",
+        "Instruction set of the native CPU backend: `scalar`, or `avx2` on x86-64. One that the machine lacks is an "
+        "error. Empty: the best that there is. It holds for the whole process.",
+        "",
+        _isa,
+        "scalar",
+    ),
+    Variable(
+        "KVCORE_CPU_THREADS",
+        "How many threads an op of the native CPU backend may use, the caller's among them: 1 to "
+        f"{_MOST_THREADS}. Empty: 4, or the usable cores where they are fewer. It holds for the whole process.",
+        "",
+        _threads,
+        "1",
+    ),
+    Variable(
         "KVCORE_KERNELS",
         "Which implementation of an op to bind where a backend has several: `op=implementation` pairs separated by "
         "commas, `*` for every op not named.",
@@ -94,17 +145,67 @@ VARIABLES: tuple[Variable, ...] = (
         _flag,
         "1",
     ),
+    Variable(
+        "KVCORE_EMU_WARP",
+        "Threads in a warp of the emulated device (backend `emu`): 32 as on NVIDIA, 64 as on AMD's data centre GPUs, "
+        "or 16 as on Intel's, where only some ops run.",
+        "32",
+        _warp,
+        "64",
+    ),
+    Variable(
+        "KVCORE_EMU_SEED",
+        "From what the orders are drawn in which the emulated device runs streams, blocks, warps and threads: a result "
+        "that depends on it comes of a race. 0: in order, and nothing before somebody waits for it.",
+        "1",
+        _seed,
+        "2",
+    ),
+    Variable(
+        "KVCORE_EMU_FLAGS",
+        "More options for the compiler of the emulated device's kernels: sanitizers, or `-I` and a folder of headers "
+        "to take instead of the core's, with a name of its own for each content.",
+        "",
+        _options,
+        "-g -fsanitize=address,undefined",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values of all variables at one moment."""
+    """The values of all variables at one moment.
+
+    Those of the emulated device are parsed when they are asked for: one that means nothing stops nobody else.
+    """
 
     backend: str
+    cpu_isa: str
+    cpu_threads: int | None
     kernels: tuple[tuple[str, str], ...]
     plugins: tuple[str, ...] | None
     strict: bool
+    emu: Mapping[str, str] = field(default_factory=dict)
+    """The variables of the emulated device that are set, as they are."""
+
+    @property
+    def emu_warp(self) -> int:
+        """Threads in a warp; a value that means nothing raises `ConfigError`, as in all three."""
+        return int(_BY_NAME["KVCORE_EMU_WARP"].read(self.emu))
+
+    @property
+    def emu_seed(self) -> int:
+        """From what orders are drawn."""
+        return int(_BY_NAME["KVCORE_EMU_SEED"].read(self.emu))
+
+    @property
+    def emu_flags(self) -> tuple[str, ...]:
+        """More options for the compiler."""
+        return tuple(_BY_NAME["KVCORE_EMU_FLAGS"].read(self.emu))
+
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+_EMU = "KVCORE_EMU_"
 
 
 def current(environ: Mapping[str, str] | None = None) -> Settings:
@@ -116,4 +217,5 @@ def current(environ: Mapping[str, str] | None = None) -> Settings:
         A variable has a value that means nothing; the message names it and gives an example.
     """
     env = os.environ if environ is None else environ
-    return Settings(**{v.name.removeprefix("KVCORE_").lower(): v.read(env) for v in VARIABLES})
+    values = {n.removeprefix("KVCORE_").lower(): v.read(env) for n, v in _BY_NAME.items() if not n.startswith(_EMU)}
+    return Settings(**values, emu={name: env[name] for name in _BY_NAME if name.startswith(_EMU) and name in env})

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from kvcore import Layout, Quantized
 from kvcore.dtypes import to_dtype
+from kvcore.entropy import KINDS
 from kvcore_conformance.arena import GUARD_BYTES, arenas, clone, pattern, place, root
 from kvcore_conformance.layouts import DENSE, LAYOUTS, bound, caches, chunks_for
 from kvcore_conformance.oracle.digest import digest_of
 from kvcore_conformance.oracle.movement import locate, parts_of, row_of
 from kvcore_conformance.oracle.numbers import FORMATS, f32, groups
 from kvcore_conformance.profiles import PROFILES, active, explore
+from kvcore_conformance.tiles import ANY, TileCase, encoded, make, other_tables
 
 SMALL = [name for name, fmt in FORMATS.items() if fmt.nbytes <= 2]
 
@@ -86,17 +88,32 @@ def test_digests_known_by_hand():
 # --- memory
 
 
-@given(st.permutations(range(3)), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 7), st.integers(0, 2))
-def test_placed_arrays_hold_their_values_and_touch_no_guard(order, gaps, flip, extent):
+@given(
+    st.permutations(range(3)),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.integers(0, 7),
+    st.integers(0, 3),
+    st.integers(0, 2),
+)
+def test_placed_arrays_hold_their_values_and_touch_no_guard(order, gaps, flip, shift, extent):
     values = pattern(3 * extent * 4 * 2).view(np.float16).reshape(3, extent, 4)
-    array = place(values, order=order, gaps=gaps, flip=flip)
+    array = place(values, order=order, gaps=gaps, flip=flip, shift=shift)
     assert array.tobytes() == values.tobytes()
+    assert not extent or flip or array.flags.aligned == (shift % 2 == 0)
     memory = root(array)
     before = memory.copy()
     array.view(np.uint16)[...] ^= 0xFFFF
     assert (memory != before).sum() == values.nbytes
     assert np.array_equal(memory[:GUARD_BYTES], before[:GUARD_BYTES])
     assert np.array_equal(memory[-GUARD_BYTES:], before[-GUARD_BYTES:])
+
+
+def test_a_gap_of_a_shifted_array_is_as_many_bytes_wider():
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert place(values, shift=1).strides == (12, 4)
+    assert place(values, gaps=(1, 0), shift=1).strides == (17, 4)
+    assert place(values, gaps=(0, 1), shift=3).strides == (33, 11)
+    assert np.array_equal(place(values, gaps=(2, 1), flip=3, shift=3), values)
 
 
 def test_clones_share_what_was_shared_and_nothing_else():
@@ -111,6 +128,27 @@ def test_clones_share_what_was_shared_and_nothing_else():
     assert copy["half"][0][0, 0] == 99
     assert copy["q"].codes[0, 0] == 99
     assert x[1, 0] == 4
+
+
+# --- tables
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_tables_are_of_every_precision_and_have_what_shipped_ones_do_not(kind):
+    for bits in range(1, 16):
+        sets = [other_tables(kind, bits, seed) for seed in range(4)]
+        assert {tables.bits for tables in sets} == {bits}
+        frequency = np.concatenate([tables.frequency for tables in sets])
+        assert {0, 1 << bits} <= set(frequency.flat)
+
+
+@pytest.mark.parametrize("name", ANY)
+def test_likely_values_of_other_tables_are_coded_in_mode_rans(name):
+    modes = []
+    for bits in range(1, 16):
+        tables = other_tables(name.removeprefix("any "), bits, seed=1)
+        modes += encoded(TileCase(tables, False, place(make(tables, (2, 40, 33), "likely", bits)))).modes.tolist()
+    assert modes.count(2) > len(modes) // 2
 
 
 # --- layouts

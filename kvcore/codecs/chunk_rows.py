@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcore.arrays import aligned_empty
 from kvcore.codecs.frame_values import GroupInfo
 from kvcore.dtypes import to_dtype
 from kvcore.errors import LayoutError
@@ -11,11 +12,17 @@ from kvcore.layout import Layout
 from kvcore.memory import LayoutDesc
 from kvcore.rows import RowLayout
 
-__all__ = ["allocate_rows"]
+__all__ = ["allocate_rows", "rows_desc"]
 
 
 def allocate_rows(group: GroupInfo) -> RowLayout:
-    """Allocate dense rows in host memory for all layers of a group: what its frame decodes into.
+    """Allocate dense rows in host memory for all layers of a group: what its frame decodes into. See `rows_desc`."""
+    desc = rows_desc(group)
+    return desc.bind(aligned_empty((desc.nbytes,), np.dtype(np.uint8)))
+
+
+def rows_desc(group: GroupInfo) -> LayoutDesc:
+    """Return the dense layout of all layers of a group.
 
     Parameters
     ----------
@@ -40,5 +47,4 @@ def allocate_rows(group: GroupInfo) -> RowLayout:
         layout = Layout(f"L[{names[0]}:HTD]", H=group.head_count, D=widths[names[0]], **extents)
     else:
         raise LayoutError(f"parts {', '.join(names)} of a group are no rows of keys and values")
-    desc = LayoutDesc(layout, dtypes)
-    return desc.bind(np.empty(desc.nbytes, np.uint8))
+    return LayoutDesc(layout, dtypes)

@@ -1,5 +1,8 @@
 """Between a paged cache and coded segments, in one call: gather and encode, decode and scatter.
 
+The cache may be a device's: its tokens then cross the link as they are, and the device's ops are called with what the
+codec composes on the host (`kvcore.ops.staging`).
+
 A backend may supply either in one piece (`kvcore.hookspecs.composite`), so that only coded bytes leave the device. What
 stands here defines what it must give.
 """
@@ -9,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcore.codecs.chunk_rows import allocate_rows
+import numpy as np
+
+from kvcore.codecs.chunk_rows import rows_desc
 from kvcore.codecs.contract import Codec, CodedSegment, Layers
 from kvcore.codecs.frame_values import GroupInfo
-from kvcore.ops import Backend
+from kvcore.ops import Backend, fetch, on_host, send
 from kvcore.rows import RowLayout
 
 __all__ = ["decode_scatter", "gather_encode"]
+
+_UINT8 = np.dtype(np.uint8)
 
 
 def gather_encode(
@@ -51,9 +58,11 @@ def gather_encode(
         layers: Layers | None = fused(src, index, codec=codec, group=group, unit=unit)
         if layers is not None:
             return layers
-    chunk = allocate_rows(group)
-    backend.gather_paged(src, index, unit=unit, out=chunk)
-    return codec.encode(backend, chunk, group)
+    desc = rows_desc(group)
+    chunk = backend.runtime.empty((desc.nbytes,), _UINT8)
+    backend.gather_paged(src, index, unit=unit, out=desc.bind(chunk))
+    host = on_host(backend)
+    return codec.encode(host, desc.bind(chunk if host is backend else fetch(backend, chunk)), group)
 
 
 def decode_scatter(
@@ -80,6 +89,11 @@ def decode_scatter(
     fused = backend.fused("decode_scatter")
     if fused is not None and fused(layers, index, codec=codec, group=group, unit=unit, out=out) is not None:
         return out
-    chunk = allocate_rows(group)
-    codec.decode(backend, layers, group, chunk)
-    return backend.scatter_paged(chunk, index, unit=unit, out=out)
+    desc = rows_desc(group)
+    chunk, host = np.empty(desc.nbytes, _UINT8), on_host(backend)
+    codec.decode(host, layers, group, desc.bind(chunk))
+    if host is backend:
+        return backend.scatter_paged(desc.bind(chunk), index, unit=unit, out=out)
+    backend.scatter_paged(desc.bind(send(backend, chunk)), index, unit=unit, out=out)
+    backend.runtime.check()  # the copy reads `chunk`, which goes with this call
+    return out

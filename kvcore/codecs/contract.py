@@ -6,6 +6,7 @@ codec by its preset's name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -117,9 +118,12 @@ def put_part_arrays(backend: Backend, arrays: dict[str, Array], group: GroupInfo
     """Undo `part_arrays`: copy arrays ``[layers, heads, T, width]`` of the parts' dtypes into rows."""
     for stored, parts in _stored_parts(group).items():
         desc = _part_desc(out.layers, group, stored, parts)
-        buffer = backend.runtime.empty((desc.nbytes,), np.dtype(np.uint8))
-        for name, view in _split(buffer, out.layers, group, parts).items():
-            view[...] = arrays[name]
+        if len(parts) == 1 and arrays[stored].flags.c_contiguous:
+            buffer = arrays[stored].reshape(-1).view(np.uint8)
+        else:
+            buffer = backend.runtime.empty((desc.nbytes,), np.dtype(np.uint8))
+            for name, view in _split(buffer, out.layers, group, parts).items():
+                view[...] = arrays[name]
         backend.convert_layout(desc.bind(buffer), out=out.select(parts=(stored,)))
 
 
@@ -139,14 +143,19 @@ def _stored_parts(group: GroupInfo) -> dict[str, list[PartInfo]]:
 
 
 def _part_desc(layers: int, group: GroupInfo, stored: str, parts: list[PartInfo]) -> LayoutDesc:
-    width = sum(p.width for p in parts)
     if len({p.dtype for p in parts}) > 1:
         raise LayoutError(f"parts {', '.join(p.name for p in parts)} share a row and must share a dtype")
+    width = sum(p.width for p in parts)
+    return _dense_desc(stored, layers, group.head_count, group.rows, width, parts[0].dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _dense_desc(stored: str, layers: int, heads: int, tokens: int, width: int, dtype: str) -> LayoutDesc:
     if stored == "C":
-        layout = Layout(f"L[{stored}:TC]", L=layers, T=group.rows, C=width)
+        layout = Layout(f"L[{stored}:TC]", L=layers, T=tokens, C=width)
     else:
-        layout = Layout(f"L[{stored}:HTD]", L=layers, H=group.head_count, T=group.rows, D=width)
-    return LayoutDesc(layout, {stored: to_dtype(parts[0].dtype)})
+        layout = Layout(f"L[{stored}:HTD]", L=layers, H=heads, T=tokens, D=width)
+    return LayoutDesc(layout, {stored: to_dtype(dtype)})
 
 
 def _split(buffer: Array, layers: int, group: GroupInfo, parts: list[PartInfo]) -> dict[str, Array]:

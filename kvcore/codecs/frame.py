@@ -44,7 +44,7 @@ from kvcore.codecs.frame_values import (
 )
 from kvcore.codecs.registry import get_codec
 from kvcore.errors import ConfigError, LayoutError
-from kvcore.ops import Backend
+from kvcore.ops import Backend, on_host
 from kvcore.rows import RowLayout
 
 __all__ = [
@@ -299,6 +299,7 @@ def encode_frame(
             raise LayoutError(
                 f"the group has {len(group.layers)} layers of {group.rows} tokens, its rows {one.layers} x {one.tokens}"
             )
+    backend = on_host(backend)
     coded = [iter(codec.encode(backend, one, group)) for group, one in zip(groups, rows, strict=True)]
     layers = [next(coded[index]) for _, index in stored_order(groups)]
     return write_frame(groups, layers, tokens=tokens, namespace=namespace, key=key, codec=codec, digest=backend.digest)

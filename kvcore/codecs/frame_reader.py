@@ -18,7 +18,7 @@ from kvcore.codecs.frame_values import (
     place_layers,
 )
 from kvcore.errors import CorruptFrameError, LayoutError
-from kvcore.ops import Backend
+from kvcore.ops import Backend, on_host
 from kvcore.rows import RowLayout
 
 __all__ = ["FrameReader"]
@@ -213,7 +213,7 @@ class FrameReader:
             )
         out.check_writable()
         self._verify(indices)
-        self.codec.decode(backend, [self._segments(entry) for entry in entries], group, out)
+        self.codec.decode(on_host(backend), [self._segments(entry) for entry in entries], group, out)
 
     def _verify(self, indices: Iterable[int]) -> None:
         places = [range(len(self.layers))[index] for index in indices]

@@ -22,7 +22,7 @@ from kvcore.codecs.tables import table_set
 from kvcore.dtypes import to_dtype
 from kvcore.entropy import CLASSES, ESC, MODE_CONSTANT, MODE_PACKED, MODE_RANS, EncodedTiles, TableSet
 from kvcore.errors import CorruptFrameError, LayoutError, UnsupportedOpError
-from kvcore.ops import Backend
+from kvcore.ops import Backend, on_host
 
 __all__ = ["FrameReport", "LayerReport", "Problem", "TileCounts", "inspect_frame"]
 
@@ -123,7 +123,8 @@ def inspect_frame(buffer: Buffer, backend: Backend | None) -> FrameReport:
 
 class _Inspection:
     def __init__(self, view: memoryview, backend: Backend | None) -> None:
-        self.view, self.backend = view, backend
+        self.view = view
+        self.backend = None if backend is None else on_host(backend)
         self.report = FrameReport(len(view))
         self.sound = False  # whether the shapes are what the bytes can hold, so that decoding may allocate them
 

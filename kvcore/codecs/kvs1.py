@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +13,9 @@ from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
 from kvcore.codecs.nonfinite import TOO_LARGE, check_finite, check_policy, largest_by_row, saturated
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
-from kvcore.codecs.segments import MAX_RAW_ROWS, Decoded, StepRule, decode_segments, encode_segments
+from kvcore.codecs.segments import MAX_RAW_ROWS, Decoded, StepRule, chunks_of, decode_segments, encode_segments
 from kvcore.codecs.tables import table_set
-from kvcore.dtypes import finite_max, to_dtype
+from kvcore.dtypes import to_dtype
 from kvcore.entropy import TILE_TOKENS
 from kvcore.errors import CorruptFrameError, QuantizationError, UnsupportedOpError
 from kvcore.ops import Backend
@@ -186,9 +187,13 @@ def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegme
         raise CorruptFrameError(f"KVS1 does not write {part.dtype}", reason="layout")
     result = np.empty((len(segments), group.rows, part.width), dtype)
     fused = backend.fused("decode_segments")
-    if fused is not None and group.rows <= TILE_TOKENS:
-        decoded = fused(segments, tables=table_set("gauss"), tokens=group.rows, channels=part.width, dtype=dtype)
-        _put_back(backend, part, decoded, group, 0, result)
+    if fused is not None:
+        static: dict[str, Any] = {"tables": table_set("gauss"), "channels": part.width, "dtype": dtype}
+        whole = group.rows <= TILE_TOKENS
+        pieces = [[s] if whole else chunks_of(s, tokens=group.rows, **static) for s in segments]
+        for (start, stop), chunk in zip(_chunks(group.rows), zip(*pieces, strict=True), strict=True):
+            decoded = fused(chunk, tokens=stop - start, **static)
+            _put_back(backend, part, decoded, group, start, result[:, start:stop])
         return result
     readers, taken = [Reader(s.data) for s in segments], [0] * len(segments)
     for start, stop in _chunks(group.rows):
@@ -218,8 +223,8 @@ def _put_back(backend: Backend, part: PartInfo, decoded: Decoded, group: GroupIn
             raise CorruptFrameError(f"part {part.name} has RoPE taken off, but no RoPE to put on", reason="stream")
         _turn(backend, decoded.values, rotation, 1, group.base_position + start, out=target)
     else:
-        limit = finite_max(target.dtype)  # in float16 a value may be rounded beyond it
-        target[...] = np.clip(decoded.values, -limit, limit).astype(target.dtype)
+        still = np.empty((target.shape[1], 0), np.float32)  # turned by nothing: rounded, saturating
+        backend.shift_rope(decoded.values[:, :, None], still, still, out=target[:, :, None])
     for one, rows, raw in zip(target, decoded.rows, decoded.raw, strict=True):
         if rows:
             one[rows] = raw

@@ -28,6 +28,7 @@ from kvcore.codecs.nonfinite import check_finite, largest_by_row
 from kvcore.codecs.parts import Reader
 from kvcore.codecs.quantizer import MULTIPLIERS, TARGET_BITS, fit_codes, rms_exponent, steps, token_multipliers
 from kvcore.codecs.tiling import decode_tiles, encode_tiles, host, tile_count
+from kvcore.dtypes import BFLOAT16
 from kvcore.entropy import TILE_CHANNELS, TILE_TOKENS, TableSet, tile_bytes
 from kvcore.errors import CorruptFrameError, LayoutError
 from kvcore.ops import Backend
@@ -38,6 +39,7 @@ __all__ = [
     "Decoded",
     "SegmentFlags",
     "StepRule",
+    "chunks_of",
     "decode_segments",
     "encode_segments",
     "raw_rows_of",
@@ -48,6 +50,7 @@ MAX_RAW_ROWS = 4
 Tile: TypeAlias = tuple[int, int]
 
 _SPEC = QuantSpec.symmetric(16, (2,))
+_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 
 
 class SegmentFlags(IntFlag):
@@ -136,8 +139,12 @@ def encode_segments(
     QuantizationError
         A NaN or infinity, or values beyond every step, in other rows. Nothing has been written.
     LayoutError
-        More tokens than a tile has, raw rows out of order, or lists of them for another number of segments.
+        No such array, more tokens than a tile has, raw rows out of order, or lists of them for another number of
+        segments.
     """
+    _check_shape(x.shape, x.dtype)
+    if raw_values is not None and tuple(raw_values.shape) != tuple(x.shape):
+        raise LayoutError(f"raw values {list(raw_values.shape)} are those of segments {list(x.shape)}")
     count, tokens, _ = x.shape
     flags = SegmentFlags.UNROPED if unroped else SegmentFlags(0)
     rows = _check_rows(raw_rows, count, tokens)
@@ -196,7 +203,10 @@ def decode_segments(
     ------
     CorruptFrameError
         With reason ``"stream"`` or ``"length"``: the bytes are no segments of this shape.
+    LayoutError
+        There are no segments of this shape and dtype.
     """
+    _check_shape((len(readers), tokens, channels), dtype)
     heads = [_read_head(reader, tokens, channels, dtype) for reader in readers]
     unroped = {bool(h.flags & SegmentFlags.UNROPED) for h in heads}
     if len(unroped) > 1:
@@ -223,6 +233,38 @@ def decode_segments(
         for s in coded:
             taken[s] = count
     return Decoded(values, [h.rows for h in heads], [h.raw for h in heads], unroped.pop(), taken)
+
+
+def chunks_of(
+    segment: CodedSegment, *, tables: TableSet, tokens: int, channels: int, dtype: np.dtype[Any]
+) -> list[CodedSegment]:
+    """Cut a whole segment into those of its chunks of up to 256 tokens, by the sizes that each tells; decodes nothing.
+
+    Raises
+    ------
+    CorruptFrameError
+        The sizes do not add up.
+    """
+    view, found, at, tile = memoryview(segment.data), [], 0, 0
+    widths = [min(TILE_CHANNELS, channels - first) for first in range(0, channels, TILE_CHANNELS)]
+    row_bytes = channels * dtype.itemsize
+    for start in range(0, tokens, TILE_TOKENS):
+        count, head = min(TILE_TOKENS, tokens - start), view[at : at + 4]
+        if len(head) < 4:
+            raise CorruptFrameError(f"a segment of {len(view)} bytes ends before its parts do", reason="length")
+        if head[1] & SegmentFlags.ALL_RAW:
+            own: tuple[Tile, ...] = ()
+            nbytes = 4 + count * row_bytes
+        else:
+            own = segment.tiles[tile : tile + len(widths)]
+            nbytes = 4 + head[2] * (1 + row_bytes) + (count + 1) // 2
+        sizes = [tile_bytes(mode, words, w, tables, True) or 0 for (mode, words), w in zip(own, widths, strict=False)]
+        stop = at + -(-nbytes // 4) * 4 + sum(sizes)
+        found.append(CodedSegment(view[at:stop], own))
+        at, tile = stop, tile + len(own)
+    if at != len(view) or tile != len(segment.tiles):
+        raise CorruptFrameError(f"a segment of {len(view)} bytes is not as long as its parts", reason="length")
+    return found
 
 
 def raw_rows_of(
@@ -273,9 +315,17 @@ def _choose_steps(
     return fit_codes(k, multipliers, largest, names), multipliers
 
 
+def _check_shape(shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+    if dtype not in _DTYPES:
+        raise LayoutError(f"segments are of {', '.join(map(str, _DTYPES))}, not {dtype}")
+    if len(shape) != 3 or not 1 <= shape[1] <= TILE_TOKENS or 0 in shape:
+        raise LayoutError(
+            f"segments are [S, T, C], at least one, of 1 to {TILE_TOKENS} tokens and at least one channel, "
+            f"got {list(shape)}"
+        )
+
+
 def _check_rows(raw_rows: Sequence[Sequence[int]], count: int, tokens: int) -> list[list[int]]:
-    if not 1 <= tokens <= TILE_TOKENS:
-        raise LayoutError(f"a segment has 1 to {TILE_TOKENS} tokens, got {tokens}")
     lists = [[int(r) for r in rows] for rows in raw_rows] or [[] for _ in range(count)]
     if len(lists) != count:
         raise LayoutError(f"{count} segments take a list of raw rows each, got {len(lists)}")

@@ -10,10 +10,12 @@ What holds for every op
 - The core has checked all shapes, dtypes and static arguments before it calls. What only the data can tell (a slot
   out of range, a NaN under policy ``"error"``) the implementation checks *before it writes anything*, and raises the
   error named here; an asynchronous device backend sets a status word instead, read by ``Runtime.check(stream)``.
-- ``out`` is always given and is returned. Nothing outside it is written, not even padding between its rows.
+- ``out`` is always given and is returned. Nothing outside it is written, not even padding between its rows. It shares
+  no memory with an input, unless the op says so.
 - ``stream`` is None (the current one) or an object of the backend's `Runtime`. Inputs stay alive until it has passed.
 - ``workspace`` is None, or scratch memory of at least the plan's ``workspace_bytes``.
-- Arrays are what the backend's ``Runtime.array`` returns: `numpy.ndarray` on hosts. They may be non-contiguous.
+- Arrays are what the backend's ``Runtime.array`` returns: `numpy.ndarray` on hosts. They may be non-contiguous,
+  and begin at any address; uint64 arrays of digests are aligned.
 - Every op is **bit-exact**: the same input gives the same bytes on every backend. fp32 arithmetic, each operation
   rounded to nearest even, no fused multiply-add, no dependence on flush-to-zero, no division in a loop.
 - ``nonfinite`` is the policy for NaN and infinities in the input: ``"error"`` raises `QuantizationError` and

@@ -147,7 +147,7 @@ def kvcore_op_decode_symbols(
     Raises
     ------
     CorruptFrameError
-        With reason ``"stream"``; names the tile. ``out`` is then unspecified.
+        With reason ``"stream"``; names the first tile that is bad. ``out`` is then unspecified.
 
     Notes
     -----

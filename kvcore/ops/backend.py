@@ -23,7 +23,7 @@ from kvcore.plugins.spec import BackendSpec
 from kvcore.rows import RowLayout
 from kvcore.settings import Settings, current
 
-__all__ = ["Backend", "Plan", "candidates", "explain", "open_backend"]
+__all__ = ["Backend", "Plan", "candidates", "explain", "open_backend", "open_host"]
 
 
 class Plan(functools.partial):  # type: ignore[type-arg]  # partial's parameter is the return type, which ops leave open
@@ -156,6 +156,21 @@ def open_backend(
     linked = link(spec, settings.kernels)
     reserve, why_none = _fallback(everything, spec, fallback, settings)
     return Backend(linked, explanation, reserve, why_none)
+
+
+def open_host() -> Backend:
+    """Open the best backend of the host beside a device's: ``KVCORE_BACKEND`` and ``KVCORE_KERNELS`` are the device's.
+
+    Raises
+    ------
+    NoBackendError, BackendLoadError
+        As `open_backend`.
+    """
+    settings = current()
+    everything = candidates(settings)
+    spec, explanation = select(everything, name=None, named_by="", device_type="cpu")
+    reserve, why_none = _fallback(everything, spec, "cpu_ref", settings)
+    return Backend(link(spec), explanation, reserve, why_none)
 
 
 def _fallback(

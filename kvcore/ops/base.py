@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.arrays import ArrayRef, overlap, same_view
 from kvcore.dtypes import dtype_name, to_dtype
 from kvcore.errors import LayoutError, UnsupportedOpError
 from kvcore.hookspecs import op_names
@@ -152,28 +154,53 @@ class OpsBase:
             raise LayoutError(f"{what} has dtype {array.dtype}; {' or '.join(dtypes)} would fit")
         return array
 
-    def _out(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-        """Return `out` in the backend's form and as the caller gets it back; allocate it if there is none."""
+    def _out(
+        self, out: Any, what: str, shape: tuple[int, ...], dtype: Any, *inputs: Any, in_place: Any = None
+    ) -> tuple[Any, Any]:
+        """Return `out` in the backend's form and as the caller gets it back; allocate it if there is none.
+
+        It shares no memory with `inputs`; with `in_place` only if it is the same view.
+        """
         if out is None:
             fresh = self.runtime.empty(shape, np.dtype(dtype))
             return fresh, fresh
         array = self.runtime.array(out)
         if array.shape != shape or array.dtype != dtype:
             raise LayoutError(f"{what} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} would fit")
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
+        if read_only(array):
             raise LayoutError(f"{what} is read-only")
+        for given in inputs:
+            if overlap(array, given):
+                raise LayoutError(f"{what} shares memory with an input of the op; give it memory of its own")
+        if in_place is not None and overlap(array, in_place) and not same_view(array, in_place):
+            raise LayoutError(
+                f"{what} shares memory with an input that it is not the same view of; give it memory of its own, "
+                "or that very array"
+            )
         return array, out
+
+
+def read_only(array: Any) -> bool:
+    """Tell whether an array in its backend's form must not be written to."""
+    if isinstance(array, np.ndarray):
+        return not array.flags.writeable
+    return isinstance(array, ArrayRef) and array.readonly
 
 
 def check_axes(axes: Any, ndim: int) -> tuple[int, ...]:
     """Return axes as hookspecs want them: ascending, not negative, at least one."""
-    wanted = (axes,) if isinstance(axes, int) else tuple(axes)
+    return _check_axes((axes,) if isinstance(axes, int) else tuple(axes), ndim)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_axes(wanted: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     resolved = tuple(sorted(a + ndim if a < 0 else a for a in wanted))
     if not resolved or len(set(resolved)) != len(resolved) or resolved[0] < 0 or resolved[-1] >= ndim:
         raise LayoutError(f"axes {wanted} are not one or more distinct axes of an array with {ndim} dims")
     return resolved
 
 
+@functools.lru_cache(maxsize=256)
 def kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape with 1 for each of some axes."""
     return tuple(1 if i in axes else n for i, n in enumerate(shape))

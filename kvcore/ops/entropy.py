@@ -38,9 +38,10 @@ class EntropyOps(OpsBase):
             if skip.shape != (count, tokens):
                 raise LayoutError(f"skip is {list(skip.shape)}; {[count, tokens]} would fit")
         given = out if out is not None else TileChoice(None, None, None)
-        symbols, out_symbols = self._out(given.symbols, "out.symbols", array.shape, np.uint8)
-        classes, out_classes = self._out(given.classes, "out.classes", (count, width), np.uint8)
-        offsets, out_offsets = self._out(given.offsets, "out.offsets", (count, width), np.int8)
+        inputs = (array,) if skip is None else (array, skip)
+        symbols, out_symbols = self._out(given.symbols, "out.symbols", array.shape, np.uint8, *inputs)
+        classes, out_classes = self._out(given.classes, "out.classes", (count, width), np.uint8, *inputs)
+        offsets, out_offsets = self._out(given.offsets, "out.offsets", (count, width), np.int8, *inputs)
         native = TileChoice(symbols, classes, offsets)
         function(
             array, tables=tables, use_offsets=use_offsets, skip=skip, out=native, stream=stream, workspace=workspace
@@ -72,10 +73,10 @@ class EntropyOps(OpsBase):
                 f"the choice is for tiles {list(chosen.symbols.shape)}, the values are {list(array.shape)}"
             )
         given = out if out is not None else EncodedTiles(None, None, None)
-        capacity = tile_capacity(tokens, width)
-        payload, out_payload = self._out(given.payload, "out.payload", (count, capacity), np.uint8)
-        modes, out_modes = self._out(given.modes, "out.modes", (count,), np.uint8)
-        words, out_words = self._out(given.words, "out.words", (count,), np.uint16)
+        capacity, inputs = tile_capacity(tokens, width), (array, *chosen)
+        payload, out_payload = self._out(given.payload, "out.payload", (count, capacity), np.uint8, *inputs)
+        modes, out_modes = self._out(given.modes, "out.modes", (count,), np.uint8, *inputs)
+        words, out_words = self._out(given.words, "out.words", (count,), np.uint16, *inputs)
         native = EncodedTiles(payload, modes, words)
         function(array, chosen, tables=tables, use_offsets=use_offsets, out=native, stream=stream, workspace=workspace)
         return out if out is not None else EncodedTiles(out_payload, out_modes, out_words)
@@ -110,8 +111,7 @@ class EntropyOps(OpsBase):
             raise LayoutError(
                 f"out is for {count} tiles; payload {list(coded.payload.shape)} and its modes and words are not"
             )
-        if isinstance(native, np.ndarray) and not native.flags.writeable:
-            raise LayoutError("out is read-only")
+        native, _ = self._out(native, "out", native.shape, np.int16, *coded)
         function(coded, tables=tables, use_offsets=use_offsets, out=native, stream=stream, workspace=workspace)
         return out
 

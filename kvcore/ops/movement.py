@@ -10,7 +10,7 @@ import numpy as np
 from kvcore.arrays import ArrayRef
 from kvcore.errors import ConfigError, LayoutError
 from kvcore.memory import chunk_desc
-from kvcore.ops.base import OpsBase
+from kvcore.ops.base import OpsBase, read_only
 from kvcore.ops.checks import check_unit
 from kvcore.rows import RowLayout
 
@@ -45,7 +45,7 @@ class MovementOps(OpsBase):
         function = self.resolve("gather_paged", src.dtypes, src.text)
         positions = self._index(index)
         if out is None:
-            out = self._new_chunk(src, len(positions) * (src.block_tokens if unit == "block" else 1))
+            out = self._new_chunk(src, positions.shape[0] * (src.block_tokens if unit == "block" else 1))
         chunks = (out,) if isinstance(out, RowLayout) else out
         for chunk in chunks:
             chunk.check_writable()
@@ -124,8 +124,8 @@ class MovementOps(OpsBase):
         UnsupportedOpError
         """
         function = self.resolve("copy_batch")
-        sources = [self._bytes(x, f"src[{i}]") for i, x in enumerate(src)]
-        targets = [self._bytes(x, f"out[{i}]", write=True) for i, x in enumerate(out)]
+        sources = [self._bytes(x, f"src[{i}]", or_host=True) for i, x in enumerate(src)]
+        targets = [self._bytes(x, f"out[{i}]", or_host=True, write=True) for i, x in enumerate(out)]
         if [x.shape for x in sources] != [x.shape for x in targets]:
             raise LayoutError(
                 f"copy_batch needs out[i] as large as src[i], got {[x.shape[0] for x in targets]} B "
@@ -133,7 +133,9 @@ class MovementOps(OpsBase):
             )
         _check_disjoint(sources, targets)
         if digests is not None:
-            digests, _ = self._out(digests, "digests", (len(sources),), np.uint64)
+            form = type(self.runtime.array(digests))  # what is on the other side of the link shares no memory with them
+            near = [x for x in (*sources, *targets) if isinstance(x, form)]
+            digests, _ = self._out(digests, "digests", (len(sources),), np.uint64, *near)
         function(sources, digests=digests, out=targets, stream=stream, workspace=workspace)
         return out
 
@@ -148,7 +150,7 @@ class MovementOps(OpsBase):
         """
         function = self.resolve("digest")
         buffers = [self._bytes(x, f"src[{i}]") for i, x in enumerate(src)]
-        native, out = self._out(out, "out", (len(buffers),), np.uint64)
+        native, out = self._out(out, "out", (len(buffers),), np.uint64, *buffers)
         function(buffers, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -160,13 +162,16 @@ class MovementOps(OpsBase):
             raise LayoutError("slots and block ids must be contiguous")
         return positions
 
-    def _bytes(self, buffer: Any, what: str, *, write: bool = False) -> Any:
+    def _bytes(self, buffer: Any, what: str, *, or_host: bool = False, write: bool = False) -> Any:
         if isinstance(buffer, (bytes, bytearray, memoryview)):
             buffer = np.frombuffer(buffer, np.uint8)
-        array = self.runtime.array(buffer)
+        if or_host and not isinstance(buffer, np.ndarray):
+            ref = ArrayRef.of(buffer)
+            buffer = ref.numpy() if ref.device_type == "cpu" else ref
+        array = buffer if or_host and isinstance(buffer, np.ndarray) else self.runtime.array(buffer)
         if array.dtype.itemsize != 1 or len(array.shape) != 1 or (array.shape[0] > 1 and array.strides[0] != 1):
             raise LayoutError(f"{what} must be contiguous bytes, uint8 [n], got {array.dtype} {list(array.shape)}")
-        if write and isinstance(array, np.ndarray) and not array.flags.writeable:
+        if write and read_only(array):
             raise LayoutError(f"{what} is read-only")
         return array.view(_UINT8) if isinstance(array, np.ndarray) and array.dtype != _UINT8 else array
 

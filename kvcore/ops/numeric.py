@@ -46,7 +46,7 @@ class NumericOps(OpsBase):
         function = self.resolve(op, array.dtype)
         reduced = self._axes(array, axes)
         check_nonfinite(nonfinite)
-        native, out = self._out(out, "out", (*lead, *kept(array.shape, reduced)), np.float32)
+        native, out = self._out(out, "out", (*lead, *kept(array.shape, reduced)), np.float32, array)
         function(array, axes=reduced, nonfinite=nonfinite, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -62,7 +62,7 @@ class NumericOps(OpsBase):
             e not in (1, n) for e, n in zip(power.shape, array.shape, strict=True)
         ):
             raise LayoutError(f"exponent {list(power.shape)} does not broadcast to x {list(array.shape)}, dim by dim")
-        native, out = self._out(out, "out", (2, *kept(array.shape, reduced)), np.int64)
+        native, out = self._out(out, "out", (2, *kept(array.shape, reduced)), np.int64, array, power)
         function(array, power, axes=reduced, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -98,9 +98,12 @@ class NumericOps(OpsBase):
             if scale.shape != shape:
                 raise LayoutError(f"scale is {list(scale.shape)}; {list(shape)} would fit")
         given = out if out is not None else Quantized(None, None, None)
-        codes, out_codes = self._out(given.codes, "out.codes", array.shape, spec.code_dtype)
-        scales, out_scales = self._out(given.scale, "out.scale", shape, np.float32)
-        zeros, out_zeros = self._out(given.zero, "out.zero", shape, np.int32) if spec.kind == "affine" else (None, None)
+        inputs = (array,) if scale is None else (array, scale)
+        codes, out_codes = self._out(given.codes, "out.codes", array.shape, spec.code_dtype, *inputs)
+        scales, out_scales = self._out(given.scale, "out.scale", shape, np.float32, *inputs)
+        zeros, out_zeros = None, None
+        if spec.kind == "affine":
+            zeros, out_zeros = self._out(given.zero, "out.zero", shape, np.int32, *inputs)
         native = Quantized(codes, scales, zeros)
         function(array, spec=spec, scale=scale, nonfinite=nonfinite, out=native, stream=stream, workspace=workspace)
         return out if out is not None else Quantized(out_codes, out_scales, out_zeros)
@@ -125,7 +128,8 @@ class NumericOps(OpsBase):
         for what, array in (("scale", scale), ("zero", zero)):
             if array is not None and array.shape != shape:
                 raise LayoutError(f"{what} is {list(array.shape)}; {list(shape)} would fit")
-        native, out = self._out(out, "out", codes.shape, target)
+        inputs = (codes, scale) if zero is None else (codes, scale, zero)
+        native, out = self._out(out, "out", codes.shape, target, *inputs)
         function(Quantized(codes, scale, zero), spec=spec, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -148,7 +152,7 @@ class NumericOps(OpsBase):
         check_seed(seed)
         if not array.shape or array.shape[-1] % block:
             raise LayoutError(f"the last axis of x {list(array.shape)} is not a multiple of block={block}")
-        native, out = self._out(out, "out", array.shape, self._float_target(dtype, out))
+        native, out = self._out(out, "out", array.shape, self._float_target(dtype, out), array)
         function(array, seed=seed, block=block, inverse=inverse, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -157,7 +161,7 @@ class NumericOps(OpsBase):
         array = self._in(x, "x", _BYTES)
         function = self.resolve("pack_bits", array.dtype)
         row = _packed_row(array.shape, bits)
-        native, out = self._out(out, "out", (*array.shape[:-1], row), np.uint8)
+        native, out = self._out(out, "out", (*array.shape[:-1], row), np.uint8, array)
         function(array, bits=bits, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -180,7 +184,7 @@ class NumericOps(OpsBase):
         target = to_dtype(dtype) if out is None else self._in(out, "out", _BYTES).dtype
         if target.name not in _BYTES:
             raise LayoutError(f"unpack_bits gives uint8 or int8, not {target}")
-        native, out = self._out(out, "out", (*array.shape[:-1], count), target)
+        native, out = self._out(out, "out", (*array.shape[:-1], count), target, array)
         function(array, bits=bits, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -190,7 +194,7 @@ class NumericOps(OpsBase):
         function = self.resolve("count_symbols", array.dtype)
         if len(array.shape) < 2:
             raise LayoutError(f"count_symbols takes [..., T, C], got {list(array.shape)}")
-        native, out = self._out(out, "out", (*array.shape[:-2], array.shape[-1], 256), np.uint32)
+        native, out = self._out(out, "out", (*array.shape[:-2], array.shape[-1], 256), np.uint32, array)
         function(array, out=native, stream=stream, workspace=workspace)
         return out
 
@@ -219,13 +223,13 @@ class NumericOps(OpsBase):
                 f"a table of {c.shape[1]} pairs rotates {2 * c.shape[1]} channels, heads have {array.shape[-1]}"
             )
         target = array.dtype if out is None else self._in(out, "out", FLOATS).dtype
-        native, out = self._out(out, "out", array.shape, target)
+        native, out = self._out(out, "out", array.shape, target, c, s, in_place=array)
         function(array, c, s, interleaved=interleaved, out=native, stream=stream, workspace=workspace)
         return out
 
     def _axes(self, array: Any, axes: Any) -> tuple[int, ...]:
         reduced = check_axes(axes, len(array.shape))
-        if any(array.shape[a] == 0 for a in reduced):
+        if 0 in array.shape and any(array.shape[a] == 0 for a in reduced):
             raise LayoutError(f"axes {reduced} of x {list(array.shape)} are empty; there is nothing to reduce")
         return reduced
 
@@ -234,7 +238,7 @@ class NumericOps(OpsBase):
             raise LayoutError(
                 f"the quantiser shares scales over axes {spec.axes}, x {list(array.shape)} has no such axis"
             )
-        if any(array.shape[a] == 0 for a in spec.axes):
+        if 0 in array.shape and any(array.shape[a] == 0 for a in spec.axes):
             raise LayoutError(f"axes {spec.axes} of x {list(array.shape)} are empty; there is nothing to quantise")
         return spec.axes
 

@@ -59,7 +59,7 @@ def link(spec: BackendSpec, kernels: tuple[tuple[str, str], ...] = ()) -> Linked
     BackendLoadError
         A module does not import, or a function does not follow its hookspec.
     ConfigError
-        `kernels` names an op or an implementation that there is not.
+        `kernels` names an op or an implementation that there is not, or a variable of the backend means nothing.
     """
     manager = pluggy.PluginManager("kvcore")
     for module in (*SPEC_MODULES, composite):
@@ -109,6 +109,8 @@ def _bind(
 def _import(spec: BackendSpec, path: str) -> Any:
     try:
         return importlib.import_module(path)
+    except ConfigError:  # a variable that the backend reads means nothing: the user's to mend
+        raise
     except (Exception, SystemExit) as error:  # vendor code: anything may go wrong, and the reason must be seen
         raise BackendLoadError(f"backend {spec.name}: {path} failed to import: {describe(error)}") from error
 
@@ -117,7 +119,7 @@ def _runtime(spec: BackendSpec) -> Runtime:
     path, _, factory = spec.runtime.partition(":")
     try:
         runtime: Runtime = getattr(_import(spec, path), factory)()
-    except BackendLoadError:
+    except (BackendLoadError, ConfigError):
         raise
     except (Exception, SystemExit) as error:
         raise BackendLoadError(f"backend {spec.name}: runtime {spec.runtime} failed: {describe(error)}") from error

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import ArrayRef, LayoutError
-from kvcore.arrays import host_array, row_major
+from kvcore.arrays import host_array, overlap, row_major, same_view
 
 
 class Capsule:
@@ -234,3 +234,30 @@ def test_an_element_type_of_no_cache_is_refused():
         ArrayRef.of(np.zeros(3, np.complex64))
     with pytest.raises(ValueError, match=r"unknown element type .*complex64"):
         ArrayRef.of(torch.zeros(3, dtype=torch.complex64))
+
+
+@st.composite
+def views(draw):
+    """Two views of one buffer of 64 bytes: where they begin, their extents, strides and item sizes."""
+    found = []
+    for _ in range(2):
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        strides = [draw(st.integers(-6, 6)) for _ in shape]
+        found.append((draw(st.integers(30, 34)), shape, strides, draw(st.sampled_from(["uint8", "int16", "int32"]))))
+    return found
+
+
+@given(views())
+def test_arrays_overlap_where_they_have_a_byte_in_common(pair):
+    memory = np.zeros(100, np.uint8)
+    arrays = [np.ndarray(shape, dtype, memory, start, strides) for start, shape, strides, dtype in pair]
+    refs = [
+        ArrayRef.at((1 << 60) + start, shape, dtype, strides=strides, device="emu:0")
+        for start, shape, strides, dtype in pair
+    ]
+    bytes_of = []
+    for start, shape, strides, dtype in pair:
+        firsts = [start + sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*shape)]
+        bytes_of.append({first + b for first in firsts for b in range(np.dtype(dtype).itemsize)})
+    assert overlap(*arrays) == overlap(*refs) == bool(bytes_of[0] & bytes_of[1])
+    assert same_view(*arrays) == same_view(*refs) == (pair[0] == pair[1])

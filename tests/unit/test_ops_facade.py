@@ -16,6 +16,8 @@ import torch
 
 import kvcore
 from kvcore import BackendSpec, ConfigError, Layout, LayoutError, Probe, Quantized, QuantSpec, hookimpl
+from kvcore.codecs.tables import table_set
+from kvcore.entropy import TileChoice
 from kvcore.hookspecs import OP_PREFIX, op_specs
 from kvcore.plugins import API_VERSION
 from kvcore.plugins.discover import Candidate
@@ -508,6 +510,74 @@ def test_bad_arguments_end_before_the_backend_is_called(recorder, name):
     ],
 )
 def test_edges_that_are_fine_reach_the_backend(recorder, call):
+    call(recorder.backend)
+    assert len(recorder.calls) == 1
+
+
+ARENA = np.zeros(4096, np.uint8)
+WORDS = ARENA.view(np.float32)[:64].reshape(8, 8)  # the first 256 bytes
+KEYS, TABLE = WORDS.reshape(2, 4, 8), np.zeros((2, 2, 4), np.float32)
+TILES = ARENA[:256].view(np.int16).reshape(2, 8, 8)
+
+SHARED = {
+    "absmax into x": lambda b: b.reduce_absmax(WORDS, 1, out=WORDS[:, :1]),
+    "moments into exponent": lambda b: b.reduce_moments(
+        F32, ARENA[:32].view(np.int32).reshape(1, 8), 0, out=ARENA[16:144].view(np.int64).reshape(2, 1, 8)
+    ),
+    "codes into x": lambda b: b.quantize(
+        WORDS, SYM, out=Quantized(ARENA[255:319].view(np.int8).reshape(8, 8), np.zeros((8, 1), np.float32), None)
+    ),
+    "scale into given scale": lambda b: b.quantize(
+        F32, SYM, scale=WORDS[:4, :1], out=Quantized(np.zeros((4, 8), np.int8), WORDS[:4, :1], None)
+    ),
+    "values into codes": lambda b: b.dequantize(
+        Quantized(ARENA[:64].view(np.int8).reshape(8, 8), np.zeros((8, 1), np.float32), None), SYM, out=WORDS
+    ),
+    "rotate in place": lambda b: b.rotate(WORDS, seed=1, block=8, out=WORDS),
+    "pack in place": lambda b: b.pack_bits(ARENA[:64], 8, out=ARENA[:64]),
+    "unpack in place": lambda b: b.unpack_bits(ARENA[:64], 4, 128, out=ARENA[:128]),
+    "count into x": lambda b: b.count_symbols(
+        ARENA[:8].reshape(2, 4), out=ARENA[:4096].view(np.uint32).reshape(4, 256)
+    ),
+    "shift by a token": lambda b: b.shift_rope(KEYS[:, :3], *TABLE, out=KEYS[:, 1:]),
+    "shift as another dtype": lambda b: b.shift_rope(
+        KEYS, *TABLE, out=ARENA[:128].view(np.float16).reshape(KEYS.shape)
+    ),
+    "shift into the table": lambda b: b.shift_rope(np.zeros((2, 4, 8), np.float32), WORDS[:2, :4], TABLE[0], out=KEYS),
+    "symbols into values": lambda b: b.choose_classes(
+        TILES,
+        table_set("gauss"),
+        out=TileChoice(ARENA[:128].reshape(2, 8, 8), np.zeros((2, 8), np.uint8), np.zeros((2, 8), np.int8)),
+    ),
+    "digest into a buffer": lambda b: b.digest([ARENA[:5], ARENA[7:16]], out=ARENA[8:24].view(np.uint64)),
+    "digests into a source": lambda b: b.copy_batch(
+        [ARENA[:8]], digests=ARENA[:8].view(np.uint64), out=[np.zeros(8, np.uint8)]
+    ),
+    "digests into a target": lambda b: b.copy_batch(
+        [np.zeros(8, np.uint8)], digests=ARENA[:8].view(np.uint64), out=[ARENA[:8]]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_an_out_that_shares_memory_with_an_input_is_refused(recorder, name):
+    with pytest.raises(LayoutError, match="shares memory with an input"):
+        SHARED[name](recorder.backend)
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda b: b.shift_rope(KEYS, *TABLE, out=KEYS),
+        lambda b: b.shift_rope(KEYS[::-1], *TABLE, out=KEYS[::-1]),
+        lambda b: b.rotate(WORDS[:, :4], seed=1, block=4, out=WORDS[:, 4:]),  # side by side
+        lambda b: b.rotate(WORDS[::2], seed=1, block=8, out=WORDS[1::2]),
+        lambda b: b.reduce_absmax(WORDS[:, :7], 1, out=WORDS[:, 7:]),
+        lambda b: b.pack_bits(ARENA[:64], 8, out=ARENA[64:128]),
+    ],
+)
+def test_an_out_beside_an_input_is_fine_and_so_is_the_same_view_in_place(recorder, call):
     call(recorder.backend)
     assert len(recorder.calls) == 1
 

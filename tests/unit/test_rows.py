@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -173,3 +175,26 @@ def test_what_is_called_writable_has_no_two_elements_in_one_place(extents, strid
     except LayoutError:
         return
     assert len(set(offsets)) == len(offsets)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy])
+def test_a_copy_of_rows_is_the_same_memory_with_tables_of_its_own(again):
+    tensor = np.arange(B * N * H * D, dtype=np.float32).reshape(B, N, H, D)
+    rows = Layout("BNHD").bind(tensor)
+    tables = rows.native()
+    other = again(rows)
+    assert repr(other) == repr(rows)
+    assert other.native().planes_at != tables.planes_at
+    assert other.native().planes.tolist() == tables.planes.tolist()
+    address = tensor.ctypes.data
+    del rows, tensor
+    assert other.array("X", 0).ctypes.data == address
+    assert other.array("X", 0).sum() == sum(range(B * N * H * D))
+
+
+def test_pickled_rows_carry_no_addresses_of_tables():
+    rows = Layout("BNHD").bind(np.zeros((B, N, H, D), np.float32))
+    fresh = pickle.dumps(rows)
+    rows.native()
+    assert pickle.dumps(rows) == fresh
+    assert pickle.loads(fresh).segments == rows.segments

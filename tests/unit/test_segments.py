@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import kvcore
 from kvcore.codecs.contract import CodedSegment
 from kvcore.codecs.parts import Reader
 from kvcore.codecs.quantizer import steps
-from kvcore.codecs.segments import Decoded, StepRule, decode_segments, encode_segments
+from kvcore.codecs.segments import Decoded, StepRule, chunks_of, decode_segments, encode_segments
 from kvcore.codecs.tables import table_set
 from kvcore.dtypes import BFLOAT16
 from kvcore.errors import CorruptFrameError, LayoutError, QuantizationError
@@ -188,6 +189,38 @@ def test_more_tokens_than_a_tile_are_refused(backend: kvcore.Backend) -> None:
         encode(backend, keys(5, 1, 257, 8))
 
 
+@pytest.mark.parametrize(
+    ("x", "complaint"),
+    [
+        (np.zeros((1, 16, 8), np.float64), "not float64"),
+        (np.zeros((1, 16, 8), np.int16), "not int16"),
+        (np.zeros((1, 16, 0), np.float32), "at least one channel"),
+        (np.zeros((0, 16, 8), np.float32), "at least one, of"),
+        (np.zeros((1, 0, 8), np.float32), "1 to 256 tokens"),
+        (np.zeros((1, 257, 8), np.float32), "1 to 256 tokens"),
+        (np.zeros((16, 8), np.float32), r"\[S, T, C\]"),
+    ],
+)
+def test_what_is_no_segment_reaches_no_implementation(backend: kvcore.Backend, x: Any, complaint: str) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the fused implementation was called")
+
+    fusing = cast(kvcore.Backend, SimpleNamespace(fused=lambda _: never))
+    for one in (backend, fusing):
+        with pytest.raises(LayoutError, match=complaint):
+            encode(one, x)
+    count, tokens, channels = x.shape if x.ndim == 3 else (1, *x.shape[:1], 0)
+    with pytest.raises(LayoutError):
+        decode_segments(
+            backend, [Reader(b"")] * count, [()] * count, tables=GAUSS, tokens=tokens, channels=channels, dtype=x.dtype
+        )
+
+
+def test_raw_values_have_the_shape_of_the_segments(backend: kvcore.Backend) -> None:
+    with pytest.raises(LayoutError, match="raw values"):
+        encode(backend, keys(5, 2, 16, 8), raw_rows=[[0], [0]], raw_values=keys(5, 2, 15, 8))
+
+
 def test_short_and_altered_segments_are_refused_or_harmless(backend: kvcore.Backend) -> None:
     x = keys(6, 1, 12, 5)
     segment = encode(backend, x, raw_rows=[[0]])[0]
@@ -212,3 +245,34 @@ def test_tile_entries_that_lie_are_refused(backend: kvcore.Backend) -> None:
     for tiles in ((), ((3, words),), ((mode, words - 1),), ((0, 0),), ((1, words),)):
         with pytest.raises(CorruptFrameError):
             decode(backend, [CodedSegment(segment.data, tiles)], x)
+
+
+@given(
+    tokens=st.lists(st.sampled_from((1, 3, 4, 5, 40, 256)), min_size=1, max_size=3),
+    channels=st.sampled_from((1, 31, 64, 65, 130)),
+    raw=st.lists(st.integers(0, 3), max_size=3, unique=True),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_segment_is_cut_where_its_chunks_end(
+    backend: kvcore.Backend, tokens: list[int], channels: int, raw: list[int], data: st.DataObject
+) -> None:
+    tokens = [256] * (len(tokens) - 1) + tokens[-1:]
+    rows = [sorted(r for r in raw if r < n) for n in tokens]
+    pieces = [
+        encode(backend, keys(i, 1, n, channels), raw_rows=[r])[0]
+        for i, (n, r) in enumerate(zip(tokens, rows, strict=True))
+    ]
+    whole = CodedSegment(b"".join(bytes(p.data) for p in pieces), tuple(t for p in pieces for t in p.tiles))
+    shape: dict[str, Any] = {"tables": GAUSS, "tokens": sum(tokens), "channels": channels, "dtype": BFLOAT16}
+    cut = chunks_of(whole, **shape)
+    assert [(bytes(c.data), c.tiles) for c in cut] == [(bytes(p.data), p.tiles) for p in pieces]
+    stop = data.draw(st.integers(0, len(whole.data) - 1))
+    for data_, tiles in (
+        (whole.data[:stop], whole.tiles),
+        (whole.data + bytes(4), whole.tiles),
+        (whole.data, (*whole.tiles, (1, 0))),
+        *([(whole.data, whole.tiles[:-1])] if whole.tiles else []),
+    ):
+        with pytest.raises(CorruptFrameError):
+            chunks_of(CodedSegment(data_, tiles), **shape)

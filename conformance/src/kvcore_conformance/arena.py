@@ -51,6 +51,7 @@ def place(
     order: Sequence[int] | None = None,
     gaps: Sequence[int] = (),
     flip: int = 0,
+    shift: int = 0,
     seed: int = 0,
 ) -> npt.NDArray[Any]:
     """Copy an array into an arena of its own.
@@ -64,21 +65,24 @@ def place(
         Elements left free behind each axis' run, innermost axis last; the last one is between neighbours.
     flip : int
         Bit i set: axis i runs backwards in memory.
+    shift : int
+        Bytes by which the array begins behind an aligned address, and by which each gap is wider: with one that is no
+        multiple of the element size, elements lie where no element type wants them.
     seed : int
         Of the pattern around.
     """
     ndim, item = values.ndim, values.dtype.itemsize
     strides, step = [0] * ndim, item
     for axis, gap in zip(reversed(order or range(ndim)), reversed((*(0,) * ndim, *gaps)), strict=False):
-        step += gap * item
+        step += gap * item + (shift if gap else 0)
         strides[axis] = step
         step *= max(values.shape[axis], 1)
-    offset = GUARD_BYTES
+    offset = GUARD_BYTES + shift
     for axis in range(ndim):
         if flip >> axis & 1 and values.shape[axis] > 0:
             offset += strides[axis] * (values.shape[axis] - 1)
             strides[axis] = -strides[axis]
-    memory = arena(max(step, item), seed)
+    memory = arena(max(step, item) + shift, seed)
     placed = view(memory, offset, values.shape, values.dtype, strides)
     placed.view()[...] = values
     return placed

@@ -12,17 +12,9 @@ import numpy as np
 from kvcore import Backend
 from kvcore.hookspecs import op_specs
 from kvcore_conformance.arena import Bound, arenas, clone
+from kvcore_conformance.placement import Placement
 
 __all__ = ["Call", "first_dtype"]
-
-
-def _rows(value: Any) -> Any:
-    """Replace every `Bound` by its `RowLayout`."""
-    if isinstance(value, Bound):
-        return value.rows
-    if type(value) in (list, tuple):
-        return type(value)(_rows(item) for item in value)
-    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,10 +56,14 @@ class Call:
 
     def run(self, backend: Backend) -> tuple[Any, bool]:
         """Call the checked op and wait for its status; return its result, and whether that is `out` itself."""
-        args, kwargs = _rows(self.args), {k: _rows(v) for k, v in self.kwargs.items()}
-        result = getattr(backend, self.op)(*args, **kwargs)
-        backend.runtime.check()
-        return result, result is kwargs.get("out")
+        where = Placement(backend, self.memory())
+        kwargs = {name: where.over(value) for name, value in self.kwargs.items()}
+        try:
+            result = getattr(backend, self.op)(*where.over(self.args), **kwargs)
+            backend.runtime.check()
+        finally:
+            where.back()
+        return (result, True) if result is kwargs.get("out") else (where.home(result), False)
 
     def launch(self) -> Launch:
         """Take the call apart as a plan wants it: what is static, and what each launch is given."""
@@ -91,9 +87,13 @@ class Call:
         layout = None if how.layout is None else how.layout.rows
         plan = backend.plan(self.op, dtype=how.dtype, layout=layout, **how.static)
         workspace = backend.runtime.empty((plan.workspace_bytes,), np.dtype(np.uint8)) if plan.workspace_bytes else None
-        arrays = {name: _native(backend, value) for name, value in how.arrays.items()}
-        result = plan(*(_native(backend, v) for v in how.positional), **arrays, workspace=workspace)
-        backend.runtime.check()
+        where = Placement(backend, self.memory())
+        arrays = {name: where.over(value) for name, value in how.arrays.items()}
+        try:
+            result = plan(*map(where.over, how.positional), **arrays, workspace=workspace)
+            backend.runtime.check()
+        finally:
+            where.back()
         return result, result is arrays["out"]
 
 
@@ -106,18 +106,6 @@ class Launch:
     arrays: dict[str, Any]
     layout: Bound | None
     dtype: str | None
-
-
-def _native(backend: Backend, value: Any) -> Any:
-    if isinstance(value, Bound):
-        return value.rows
-    if isinstance(value, np.ndarray):
-        return backend.runtime.array(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_native(backend, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return [_native(backend, item) for item in value]
-    return value
 
 
 def first_dtype(call: Call) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 from kvcore import Backend
 from kvcore.dtypes import dtype_name
 from kvcore.errors import CorruptFrameError, KVCoreError, UnsupportedOpError
+from kvcore.ops import fetch, on_host, send
 from kvcore_conformance.arena import Bound, offset_in, root
 from kvcore_conformance.call import Call, first_dtype
 from kvcore_conformance.oracle import ORACLE
@@ -48,6 +49,19 @@ class Subject:
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend = backend
         self.name = name
+
+    @property
+    def ops(self) -> Backend:
+        """The backend for arrays in host memory: itself, or staged where it computes on a device."""
+        return on_host(self.backend)
+
+    def put(self, array: Any) -> Any:
+        """Return a contiguous array of the host where the backend computes: itself, or a copy on the device."""
+        return array if "cpu" in self.backend.spec.device_types else send(self.backend, array)
+
+    def get(self, array: Any) -> Any:
+        """Return what `put` gave as an array of the host."""
+        return array if isinstance(array, np.ndarray) else fetch(self.backend, array)
 
     @property
     def is_reference(self) -> bool:
@@ -156,7 +170,9 @@ class Subject:
     def failure(self, op: str, why: str, call: Call, expected: Any, how: str = "checked") -> ConformanceFailure:
         """Build the failure of a call."""
         planned = " (planned)" if how == "plan" else ""
-        return ConformanceFailure(f"{op}{planned}: {why}", snippet(self.name, call, expected, how=how))
+        on_host = "cpu" in self.backend.spec.device_types
+        source = snippet(self.name, call, expected, how=how, on_host=on_host)
+        return ConformanceFailure(f"{op}{planned}: {why}", source)
 
 
 def _layout(call: Call) -> str | None:

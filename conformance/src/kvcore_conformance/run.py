@@ -87,9 +87,6 @@ def open_run(config: pytest.Config) -> SuiteRun:
         backend = open_named(name)
     except KVCoreError as error:
         raise pytest.UsageError(f"--kvcore-backend {name}: {error}" if path is None else str(error)) from error
-    if "cpu" not in backend.spec.device_types:
-        served = ", ".join(backend.spec.device_types)
-        raise pytest.UsageError(f"backend {name} serves {served} memory; this suite places its arrays in host memory")
     profile = activate(config.getoption("kvcore_profile"), shrink=not config.getoption("kvcore_no_shrink"))
     report = config.getoption("kvcore_report")
     return SuiteRun(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcore import Quantized, QuantSpec
+from kvcore.codecs.tables import DIGESTS, table_set
 from kvcore.dtypes import dtype_name
 from kvcore.entropy import EncodedTiles, TableSet, TileChoice
 from kvcore.errors import CorruptFrameError
@@ -21,7 +22,7 @@ _LONG = 2048
 _TILE_OPS = ("choose_classes", "encode_symbols", "decode_symbols")
 _TILE_IMPORTS = (
     "from kvcore.codecs.tables import table_set",
-    "from kvcore.entropy import EncodedTiles, TileChoice",
+    "from kvcore.entropy import EncodedTiles, TableSet, TileChoice",
 )
 
 
@@ -29,7 +30,7 @@ class _Writer:
     """Renders values; remembers which names of kvcore they need."""
 
     def __init__(self, memory: list[Any]) -> None:
-        self.names = {id(m): f"m{i}" for i, m in enumerate(memory)}
+        self.numbers = {id(m): i for i, m in enumerate(memory)}
         self.imports: set[str] = set()
 
     def value(self, value: Any) -> str:
@@ -37,7 +38,7 @@ class _Writer:
             base = root(value)
             dtype = f"to_dtype({dtype_name(value.dtype)!r})"
             offset = offset_in(value, base)
-            text = f"np.ndarray({value.shape}, {dtype}, {self.names[id(base)]}, {offset}, {value.strides})"
+            text = f"array({self.numbers[id(base)]}, {offset}, {value.shape}, {dtype}, {value.strides})"
             return text if value.flags.writeable else f"read_only({text})"
         if isinstance(value, Bound):
             self.imports.add("Layout")
@@ -53,11 +54,18 @@ class _Writer:
         if isinstance(value, (TileChoice, EncodedTiles)):
             return f"{type(value).__name__}({', '.join(map(self.value, value))})"
         if isinstance(value, TableSet):
-            return f"table_set({value.name!r})"
+            return self.tables(value)
         if isinstance(value, (list, tuple)):
             inner = ", ".join(map(self.value, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         return repr(value)
+
+    def tables(self, tables: TableSet) -> str:
+        if tables.name in DIGESTS and tables is table_set(tables.name):
+            return f"table_set({tables.name!r})"
+        parts = (f"np.frombuffer({_bytes(t.tobytes())}, np.uint16)" for t in (tables.frequency, tables.cost))
+        frequency, cost = (f"{part}.reshape({tables.cost.shape})" for part in parts)
+        return f"TableSet({tables.name!r}, {tables.kind!r}, {tables.bits}, {frequency}, {cost}, {tables.digest!r})"
 
     def spec(self, spec: QuantSpec) -> str:
         if spec.kind == "int":
@@ -77,8 +85,27 @@ def _bytes(data: bytes) -> str:
 
 def _expectation(number: int, before: bytes, expected: bytes) -> str:
     if expected == before:
-        return f"assert bytes(m{number}) == before[{number}], 'm{number} must stay as it was'"
-    return f"assert bytes(m{number}) == {_bytes(expected)}, 'm{number} differs from what is specified'"
+        return f"assert after[{number}] == before[{number}], 'memory {number} must stay as it was'"
+    return f"assert after[{number}] == {_bytes(expected)}, 'memory {number} differs from what is specified'"
+
+
+# Definitions of array, read_only, contents and home. `memory` is a list of uint8 arrays of the host.
+_ON_HOST = """\
+def array(i, offset, shape, dtype, strides): return np.ndarray(shape, dtype, memory[i], offset, strides)
+def read_only(x): x.flags.writeable = False; return x
+def contents(): return [bytes(m) for m in memory]
+def home(result): return np.asarray(result)"""
+_ON_DEVICE = """\
+from dataclasses import replace
+from kvcore.arrays import ArrayRef
+from kvcore.ops import fetch
+there = [ArrayRef.of(backend.runtime.empty(m.shape, m.dtype)) for m in memory]
+backend.copy_batch(memory, out=there)
+def array(i, offset, shape, dtype, strides):
+    return ArrayRef.at(there[i].address + offset, shape, dtype, strides=strides, device=there[i].device, owner=there[i])
+def read_only(x): return replace(x, readonly=True)
+def contents(): return [bytes(fetch(backend, m)) for m in there]
+def home(result): return fetch(backend, result)"""
 
 
 def _opening(name: str) -> list[str]:
@@ -106,12 +133,12 @@ def _planned(writer: _Writer, call: Call) -> tuple[list[str], str]:
     plan = f"plan = backend.plan({', '.join([repr(call.op), *static])})"
     arguments = [writer.value(v) for v in how.positional]
     arguments += [f"{k}={writer.value(v)}" for k, v in how.arrays.items() if k != "out"]
-    scratch = "workspace = np.empty(plan.workspace_bytes, np.uint8)"
+    scratch = "workspace = backend.runtime.empty((plan.workspace_bytes,), np.dtype(np.uint8))"
     out = f"out = {writer.value(how.arrays['out'])}"
     return [plan, scratch, out], f"plan({', '.join([*arguments, 'out=out, workspace=workspace'])})"
 
 
-def snippet(name: str, call: Call, expected: Any, *, how: str = "checked") -> str:
+def snippet(name: str, call: Call, expected: Any, *, how: str = "checked", on_host: bool = True) -> str:
     """Return source that fails as long as the backend does.
 
     Parameters
@@ -125,6 +152,8 @@ def snippet(name: str, call: Call, expected: Any, *, how: str = "checked") -> st
         ``{"result": bytes, "shape": tuple, "dtype": str}``: what it must return, for calls without `out`.
     how : {"checked", "plan"}
         Whether the op was planned first.
+    on_host : bool
+        Whether the backend takes arrays in host memory.
     """
     memory = call.memory()
     writer = _Writer(memory)
@@ -147,15 +176,15 @@ def snippet(name: str, call: Call, expected: Any, *, how: str = "checked") -> st
         "from kvcore.dtypes import to_dtype",
         *(_TILE_IMPORTS if call.op in _TILE_OPS else ()),
         *_opening(name),
-        "def read_only(x): x.flags.writeable = False; return x",
-        *(f"m{i} = np.frombuffer(bytearray({_bytes(m.tobytes())}), np.uint8)" for i, m in enumerate(memory)),
+        "memory = []",
+        *(f"memory.append(np.frombuffer(bytearray({_bytes(m.tobytes())}), np.uint8))" for m in memory),
+        _ON_HOST if on_host else _ON_DEVICE,
         *prepare,
     ]
-    after = f"[bytes(m) for m in [{', '.join(f'm{i}' for i in range(len(memory)))}]]"
     if isinstance(expected, type):
-        kept = f"assert {after} == before, 'it wrote before it raised'"
+        kept = "assert contents() == before, 'it wrote before it raised'"
         lines += [
-            f"before = {after}",
+            "before = contents()",
             "try:",
             f"    {invoke}",
             "    backend.runtime.check()",
@@ -167,15 +196,16 @@ def snippet(name: str, call: Call, expected: Any, *, how: str = "checked") -> st
     elif isinstance(expected, dict):
         lines += [
             f"result = {invoke}",
-            "result = np.asarray(result)",
+            "result = home(result)",
             f"assert (result.shape, result.dtype) == ({expected['shape']}, to_dtype({expected['dtype']!r}))",
             f"assert result.tobytes() == {_bytes(expected['result'])}, result",
         ]
     else:
         lines += [
-            f"before = {after}",
+            "before = contents()",
             f"result = {invoke}",
             "backend.runtime.check()",
+            "after = contents()",
             *(["assert result is out, 'the op must return its out'"] if given_out else []),
             *(_expectation(i, m.tobytes(), data) for i, (m, data) in enumerate(zip(memory, expected, strict=True))),
         ]

@@ -1,6 +1,6 @@
 """Hypothesis strategies that reach the hard places of every op. Public: vendors may build their own tests on them.
 
-Arrays come in arenas (`kvcore_conformance.arena`): strided, reversed, transposed, with guard bytes around.
+Arrays come in arenas (`kvcore_conformance.arena`): strided, reversed, transposed, misaligned, with guard bytes around.
 """
 
 from __future__ import annotations
@@ -84,13 +84,17 @@ def shapes(
 
 @st.composite
 def placed(draw: st.DrawFn, values: Array) -> Array:
-    """Place an array in an arena: plain more often than not, else transposed, padded, interleaved or reversed."""
+    """Place an array in an arena: plain as often as not, else transposed, padded, interleaved or reversed.
+
+    Of either kind, some begin at an odd address, or lie in odd strides.
+    """
+    shift = draw(st.sampled_from((0, 0, 0, 1, 2, 3)))
     if draw(st.booleans()):
-        return place(values)
+        return place(values, shift=shift)
     order = draw(st.permutations(range(values.ndim)))
     gaps = draw(st.lists(st.integers(0, 3), min_size=values.ndim, max_size=values.ndim))
     flip = draw(st.integers(0, (1 << values.ndim) - 1))
-    return place(values, order=order, gaps=gaps, flip=flip)
+    return place(values, order=order, gaps=gaps, flip=flip, shift=shift)
 
 
 @st.composite

@@ -164,12 +164,12 @@ def test_torch_tensors(subject: Subject) -> None:
     subject.require("unpack_bits", dtype="uint8")
     x = torch.arange(9, dtype=torch.uint8).reshape(1, 9) % 8
     packed = torch.zeros((1, 4), dtype=torch.uint8)
-    assert subject.backend.pack_bits(x, 3, out=packed) is packed
+    assert subject.ops.pack_bits(x, 3, out=packed) is packed
     subject.backend.runtime.check()
     wanted = sum(int(v) << (3 * i) for i, v in enumerate(x[0])).to_bytes(4, "little")
     assert bytes(packed.numpy().tobytes()) == wanted, "pack_bits: torch tensors differ"
     back = torch.zeros_like(x)
-    subject.backend.unpack_bits(packed, 3, 9, out=back)
+    subject.ops.unpack_bits(packed, 3, 9, out=back)
     subject.backend.runtime.check()
     assert torch.equal(back, x), "unpack_bits: torch tensors differ"
 
@@ -188,6 +188,8 @@ def test_bad_arguments_are_refused(subject: Subject) -> None:
     subject.check_raises(LayoutError, "unpack_bits", out, 1, 8, out=place(np.zeros((2, 8), np.int32)))
     subject.check_raises(LayoutError, "count_symbols", x, out=place(np.zeros((8, 255), np.uint32)))
     subject.check_raises(LayoutError, "count_symbols", x, out=place(np.zeros((8, 256), np.int64)))
+    subject.check_raises(LayoutError, "pack_bits", x, 8, out=x)  # no memory of its own
+    subject.check_raises(LayoutError, "unpack_bits", x[:, :1], 8, 1, out=x[:, :1])
     frozen = place(np.zeros((2, 1), np.uint8))
     frozen.flags.writeable = False
     subject.check_raises(LayoutError, "pack_bits", x, 1, out=frozen)

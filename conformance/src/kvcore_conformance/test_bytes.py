@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from kvcore import Backend
 from kvcore.errors import LayoutError
-from kvcore_conformance.arena import clone, pattern, place
+from kvcore_conformance.arena import arenas, clone, pattern, place
 from kvcore_conformance.checks import Subject
 from kvcore_conformance.layouts import DENSE, LayoutCase, bound
+from kvcore_conformance.oracle import ORACLE
+from kvcore_conformance.placement import Placement
 from kvcore_conformance.profiles import explore
 from kvcore_conformance.strategies import byte_buffers
 
@@ -116,6 +119,39 @@ def test_copy_planned(subject: Subject, buffers: list[Any], wanted: bool) -> Non
     subject.check_plan("copy_batch", buffers, **digests, out=_outs(buffers))
 
 
+# By entry: whether its source and its target are where the backend computes. On the host all of these are the same.
+DIRECTIONS: dict[str, Callable[[int], tuple[bool, bool]]] = {
+    "in": lambda i: (False, True),
+    "out": lambda i: (True, False),
+    "within": lambda i: (True, True),
+    "host": lambda i: (False, False),
+    "mixed": lambda i: (i % 2 == 0, i // 2 % 2 == 0),
+}
+
+
+@COPY
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@explore(buffers=byte_buffers(6), wanted=st.booleans())
+def test_copy_between_memories(subject: Subject, direction: str, buffers: list[Any], wanted: bool) -> None:
+    outs, digests = _outs(buffers), _digests(len(buffers)) if wanted else None
+    known = clone({"src": buffers, "digests": digests, "out": outs})
+    ORACLE["copy_batch"](known["src"], digests=known["digests"], out=known["out"])
+    sides = [DIRECTIONS[direction](i) for i in range(len(buffers))]
+    device = [a for a, (there, _) in zip(buffers, sides, strict=True) if there]
+    device += [a for a, (_, there) in zip(outs, sides, strict=True) if there]
+    where = Placement(subject.backend, arenas([device, digests]))
+    subject.backend.copy_batch(
+        [where.over(a) if there else a for a, (there, _) in zip(buffers, sides, strict=True)],
+        digests=where.over(digests),
+        out=[where.over(a) if there else a for a, (_, there) in zip(outs, sides, strict=True)],
+    )
+    subject.backend.runtime.check()
+    where.back()
+    for name, got in (("src", buffers), ("digests", digests), ("out", outs)):
+        same = [m.tobytes() for m in arenas(got)] == [m.tobytes() for m in arenas(known[name])]
+        assert same, f"copy_batch: {direction}: {name} differs"
+
+
 @COPY
 def test_copy_of_one_source_to_many(subject: Subject) -> None:
     source = place(pattern(100))
@@ -175,12 +211,19 @@ def test_digest_of_every_small_size(subject: Subject) -> None:
 
 
 @DIGEST
+def test_digest_at_any_address(subject: Subject) -> None:
+    memory = place(pattern(1000))
+    buffers = [memory[start : start + size] for start in range(17) for size in (1, 15, 16, 17, 40)]
+    subject.check("digest", buffers, out=_digests(len(buffers)))
+
+
+@DIGEST
 def test_digest_tells_zeros_from_no_bytes_and_blocks_from_each_other(subject: Subject) -> None:
     data = pattern(48)
     swapped = np.concatenate([data[16:32], data[:16], data[32:]])
     buffers = [place(np.zeros(n, np.uint8)) for n in (0, 1, 15, 16, 17, 32)] + [place(data), place(swapped)]
     subject.check("digest", buffers, out=_digests(8))
-    found = np.asarray(subject.backend.digest(buffers))
+    found = np.asarray(subject.ops.digest(buffers))
     subject.backend.runtime.check()
     assert len(set(found.tolist())) == 8, "digest: buffers that differ have one digest"
 

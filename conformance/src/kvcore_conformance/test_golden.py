@@ -6,6 +6,8 @@ A codec is composed from many ops; a failure here says that one of them is wrong
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ from kvcore_conformance.checks import Subject
 _BLOCK = 4
 _COMMON = ("convert_layout", "digest")
 _TILES = ("choose_classes", "encode_symbols"), ("decode_symbols",)
-_KVS1 = ("reduce_absmax", "reduce_moments", "quantize", *_TILES[0]), ("dequantize", *_TILES[1])
+_KVS1 = ("reduce_absmax", "reduce_moments", "quantize", *_TILES[0]), ("dequantize", "shift_rope", *_TILES[1])
 # Ops by codec: of encoding, and of decoding.
 _OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(PRESETS, _KVS1),
@@ -56,7 +58,7 @@ def test_golden_input_encodes_to_the_same_bytes(subject: Subject, name: str) -> 
     case, known = golden.CASES[name], golden.manifest()[name]
     rows = golden.inputs(case)
     assert golden.fingerprint(rows) == known["input"], "the generator makes other values here than it did"
-    frame = golden.encode(subject.backend, case, rows)
+    frame = golden.encode(subject.ops, case, rows)
     assert golden.fingerprint(rows) == known["input"], f"encoding {name} changed what was encoded"
     wanted = _frame(name)
     assert hashlib.sha256(wanted).hexdigest() == known["frame"], f"{name}.kvf is not the file that was released"
@@ -68,8 +70,8 @@ def test_golden_input_encodes_to_the_same_bytes(subject: Subject, name: str) -> 
 @_every_frame(1)
 def test_golden_frame_decodes_to_the_same_values(subject: Subject, name: str) -> None:
     known = golden.manifest()[name]
-    reader = golden.open_frame(subject.backend, _frame(name))
-    rows = golden.decode(subject.backend, reader)
+    reader = golden.open_frame(subject.ops, _frame(name))
+    rows = golden.decode(subject.ops, reader)
     assert golden.fingerprint(rows) == known["output"], f"{name} decodes to other values"
     if golden.codec_of_case(golden.CASES[name]).lossless:
         assert known["output"] == known["input"], f"{name} is lossless, and lost something"
@@ -77,13 +79,13 @@ def test_golden_frame_decodes_to_the_same_values(subject: Subject, name: str) ->
 
 @_every_frame(1)
 def test_golden_layers_decode_one_by_one(subject: Subject, name: str) -> None:
-    reader = golden.open_frame(subject.backend, _frame(name))
-    whole = golden.decode(subject.backend, reader)
+    reader = golden.open_frame(subject.ops, _frame(name))
+    whole = golden.decode(subject.ops, reader)
     done = [0] * len(reader.groups)
     for index, entry in enumerate(reader.layers):
         group = reader.groups[entry.group]
         alone = allocate_rows(golden.one_layer(group, entry.layer))
-        reader.decode_layers(subject.backend, index, 1, alone)
+        reader.decode_layers(subject.ops, index, 1, alone)
         for part, _ in alone.planes():
             same = alone.array(part, 0).tobytes() == whole[entry.group].array(part, done[entry.group]).tobytes()
             assert same, f"{name}: layer {entry.layer} differs when it is decoded alone"
@@ -93,10 +95,11 @@ def test_golden_layers_decode_one_by_one(subject: Subject, name: str) -> None:
 @_every_frame(0, "gather_paged", "scatter_paged")
 def test_golden_rows_in_a_paged_cache_encode_to_the_same_bytes(subject: Subject, name: str) -> None:
     case, backend = golden.CASES[name], subject.backend
-    reader = golden.open_frame(backend, _frame(name))
+    reader = golden.open_frame(subject.ops, _frame(name))
     for g, (group, rows) in enumerate(zip(case.groups, golden.inputs(case), strict=True)):
-        cache, index = _paged(group)
-        backend.scatter_paged(rows, index, out=cache)
+        tensors, slots, bind = _paged(group)
+        subject.ops.scatter_paged(rows, slots, out=bind(tensors))
+        cache, index = bind(list(map(subject.put, tensors))), subject.put(slots)
         layers = gather_encode(backend, golden.codec_of_case(case), cache, index, group)
         wanted = [reader.segments(i) for i, entry in enumerate(reader.layers) if entry.group == g]
         for layer, found, stored in zip(group.layers, layers, wanted, strict=True):
@@ -106,19 +109,23 @@ def test_golden_rows_in_a_paged_cache_encode_to_the_same_bytes(subject: Subject,
 
 @_every_frame(1, "gather_paged", "scatter_paged")
 def test_golden_frame_decodes_into_a_paged_cache(subject: Subject, name: str) -> None:
-    case, backend, found = golden.CASES[name], subject.backend, []
-    reader = golden.open_frame(backend, _frame(name))
+    case, found = golden.CASES[name], []
+    reader = golden.open_frame(subject.ops, _frame(name))
     for g, group in enumerate(reader.groups):
-        cache, index = _paged(group)
+        tensors, slots, bind = _paged(group)
+        placed = list(map(subject.put, tensors))
         segments = [reader.segments(i) for i, entry in enumerate(reader.layers) if entry.group == g]
-        decode_scatter(backend, golden.codec_of_case(case), segments, index, group, cache)
+        decode_scatter(subject.backend, golden.codec_of_case(case), segments, subject.put(slots), group, bind(placed))
         found.append(allocate_rows(group))
-        backend.gather_paged(cache, index, out=found[-1])
+        subject.ops.gather_paged(bind(list(map(subject.get, placed))), slots, out=found[-1])
     assert golden.fingerprint(found) == golden.manifest()[name]["output"], f"{name} decodes to other values"
 
 
-def _paged(group: GroupInfo) -> tuple[RowLayout, npt.NDArray[np.int64]]:
-    """Return an empty paged cache for a group's rows, and the slots, last token first, that they are to have there."""
+def _paged(group: GroupInfo) -> tuple[list[Any], npt.NDArray[np.int64], Callable[[list[Any]], RowLayout]]:
+    """Return an empty paged cache for a group's rows: its tensors, the rows' slots, and what binds tensors.
+
+    The last token comes first in memory.
+    """
     blocks, token_bytes = -(-group.rows // _BLOCK) + 1, sum(part.row_bytes for part in group.parts) * group.head_count
     tensors = [np.zeros((blocks, _BLOCK * token_bytes), np.uint8) for _ in group.layers]
     parts = {part.name: part for part in group.parts}
@@ -131,21 +138,21 @@ def _paged(group: GroupInfo) -> tuple[RowLayout, npt.NDArray[np.int64]]:
         regions = ",".join(f"{name}:NH{axis}" for name, axis in zip(parts, extents, strict=True))
         layout = Layout(f"L|B[{regions}]", N=_BLOCK, H=group.head_count, **extents)
     slots = np.arange(group.rows, dtype=np.int64)[::-1] + _BLOCK // 2
-    return layout.bind(tensors, dtypes=dtypes), np.ascontiguousarray(slots)
+    return tensors, np.ascontiguousarray(slots), lambda memory: layout.bind(memory, dtypes=dtypes)
 
 
 @pytest.mark.kvcore_op("digest")
 @pytest.mark.parametrize("name", ["tail-5", "lossless-zeros", "raw-fp8", "int2", "levels"])
 def test_golden_frame_that_was_altered_is_refused(subject: Subject, name: str) -> None:
     frame = _frame(name)
-    golden.open_frame(subject.backend, frame).verify()
+    golden.open_frame(subject.ops, frame).verify()
     for at in range(len(frame)):
         altered = bytearray(frame)
         altered[at] ^= 1 << at % 8
         with pytest.raises(CorruptFrameError):
-            golden.open_frame(subject.backend, bytes(altered)).verify()
+            golden.open_frame(subject.ops, bytes(altered)).verify()
         if at % 7 == 0:
             with pytest.raises(CorruptFrameError):
-                golden.open_frame(subject.backend, frame[:at]).verify()
+                golden.open_frame(subject.ops, frame[:at]).verify()
     with pytest.raises(CorruptFrameError):
-        golden.open_frame(subject.backend, frame + b"\0").verify()
+        golden.open_frame(subject.ops, frame + b"\0").verify()

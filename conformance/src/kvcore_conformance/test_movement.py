@@ -197,7 +197,7 @@ def test_gather_into_one_group_of_an_object(subject: Subject) -> None:
             {"cache": cache, "index": index, "chunk": Bound(text, extents, (), cache.dtypes, tensor), "all": memory}
         )
         ORACLE["gather_paged"](wanted["cache"], wanted["index"], out=wanted["chunk"])
-        subject.backend.gather_paged(cache.rows, index, out=obj.rows(1))
+        subject.ops.gather_paged(cache.rows, index, out=obj.rows(1))
         subject.backend.runtime.check()
         assert memory.tobytes() == wanted["all"].tobytes(), "gather_paged: an object's other groups or padding changed"
         del memory, tensor
@@ -218,11 +218,11 @@ def test_torch_tensors(subject: Subject) -> None:
     rows = Layout("L|KBNHD").bind(tensors)
     target = torch.from_numpy(chunk.tensors)
     out = Layout("LKTHD").bind(target)
-    assert subject.backend.gather_paged(rows, torch.from_numpy(index), out=out) is out
+    assert subject.ops.gather_paged(rows, torch.from_numpy(index), out=out) is out
     subject.backend.runtime.check()
     assert root(chunk.tensors).tobytes() == root(wanted.tensors).tobytes(), "gather_paged: torch tensors differ"
     ORACLE["scatter_paged"](wanted, _reverse(index, cache), out=wanted_cache)
-    subject.backend.scatter_paged(out, torch.from_numpy(_reverse(index, cache)), out=rows)
+    subject.ops.scatter_paged(out, torch.from_numpy(_reverse(index, cache)), out=rows)
     subject.backend.runtime.check()
     same = root(cache.tensors[0]).tobytes() == root(wanted_cache.tensors[0]).tobytes()
     assert same, "scatter_paged: torch tensors differ"

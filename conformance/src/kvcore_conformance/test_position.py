@@ -160,5 +160,7 @@ def test_bad_arguments_are_refused(subject: Subject) -> None:
     subject.check_raises(LayoutError, "shift_rope", x, place(np.ones((2, 2), np.float64)), sin, out=out)
     subject.check_raises(LayoutError, "shift_rope", x, cos, sin, out=place(np.zeros((2, 1, 4), np.int16)))
     subject.check_raises(LayoutError, "shift_rope", x, cos, sin, out=place(np.zeros((2, 1, 5), np.float16)))
+    longer = place(np.ones((3, 1, 4), np.float16))  # in place is the same view, and no other
+    subject.check_raises(LayoutError, "shift_rope", longer[:2], cos, sin, out=longer[1:])
     out.flags.writeable = False
     subject.check_raises(LayoutError, "shift_rope", x, cos, sin, out=out)

@@ -379,11 +379,11 @@ def test_torch_tensors(subject: Subject) -> None:
     spec = QuantSpec.fp8("e4m3fn", (1,))
     values = np.linspace(-3, 4, 32, dtype=np.float32).reshape(2, 16).astype(to_dtype("bfloat16"))
     x = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    ours = subject.backend.quantize(place(values), spec)
-    theirs = subject.backend.quantize(x, spec)
+    ours = subject.ops.quantize(place(values), spec)
+    theirs = subject.ops.quantize(x, spec)
     back = torch.empty((2, 16), dtype=torch.bfloat16)
-    assert subject.backend.dequantize(theirs, spec, out=back) is back
-    again = subject.backend.dequantize(ours, spec, dtype="bfloat16")
+    assert subject.ops.dequantize(theirs, spec, out=back) is back
+    again = subject.ops.dequantize(ours, spec, dtype="bfloat16")
     subject.backend.runtime.check()
     assert np.asarray(ours.codes).tobytes() == np.asarray(theirs.codes).tobytes(), "quantize: torch tensors differ"
     same = back.view(torch.int16).numpy().tobytes() == np.asarray(again).tobytes()

@@ -106,4 +106,5 @@ def test_bad_arguments_are_refused(subject: Subject) -> None:
     for seed in (-1, 2**64):
         subject.check_raises(ConfigError, "rotate", x, seed=seed, block=4, out=out)
     subject.check_raises(LayoutError, "rotate", x, seed=1, block=4, out=place(np.zeros((2, 12), np.int32)))
+    subject.check_raises(LayoutError, "rotate", x, seed=1, block=4, out=x)  # not in place
     subject.check_raises(LayoutError, "rotate", x, seed=1, block=4, out=place(np.zeros((2, 11), np.float32)))

@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from kvcore.arrays import ArrayRef
-from kvcore.errors import LeaseError, OutOfMemoryError, UnsupportedOpError
-from kvcore_conformance.arena import pattern, place
+from kvcore.dtypes import to_dtype
+from kvcore.errors import LayoutError, LeaseError, OutOfMemoryError, SlotError, UnsupportedOpError
+from kvcore.ops import fetch
+from kvcore_conformance.arena import arenas, pattern, place, root
 from kvcore_conformance.checks import Subject
+from kvcore_conformance.layouts import bound
+from kvcore_conformance.placement import Placement
 
 pytestmark = pytest.mark.kvcore_op("runtime")
 
@@ -160,25 +164,107 @@ def test_foreign_memory_is_registered_and_let_go(runtime: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int64"])
-def test_arrays_are_taken_without_a_copy(runtime: Any, dtype: str) -> None:
-    from kvcore.dtypes import to_dtype
-
+def test_arrays_are_taken_without_a_copy(subject: Subject, runtime: Any, dtype: str) -> None:
     array = place(pattern(96).view(to_dtype(dtype))[:12].reshape(3, 4), gaps=(1, 0))
-    native = runtime.array(array)
+    there = Placement(subject.backend, [root(array)]).over(array)
+    native = runtime.array(there)
     assert (native.shape, native.dtype, native.strides) == (array.shape, array.dtype, array.strides)
-    assert ArrayRef.of(native).address == ArrayRef.of(array).address
+    assert ArrayRef.of(native).address == ArrayRef.of(there).address
     fresh = runtime.empty((2, 3), to_dtype(dtype))
     assert (tuple(fresh.shape), fresh.dtype) == ((2, 3), to_dtype(dtype))
 
 
-def test_ops_on_streams_wait_for_events(subject: Subject, runtime: Any) -> None:
+def test_memory_of_others_is_refused(subject: Subject, runtime: Any) -> None:
+    with pytest.raises(LayoutError):
+        runtime.array(ArrayRef.at(4096, (3,), "uint8", device="elsewhere:0"))
+    if "cpu" not in subject.backend.spec.device_types:
+        with pytest.raises(LayoutError):
+            runtime.array(np.zeros(3, np.uint8))
+
+
+# --- streams and events. Whatever the backend does late, an answer is there when it was waited for.
+
+
+def test_events_order_streams(subject: Subject, runtime: Any) -> None:
     subject.require("copy_batch")
     first, second = runtime.stream(), runtime.stream()
-    a, b, c = place(pattern(100)), place(np.zeros(100, np.uint8)), place(np.zeros(100, np.uint8))
-    subject.backend.copy_batch([a], out=[b], stream=first)
-    runtime.wait(runtime.record(first), second)
-    subject.backend.copy_batch([b], out=[c], stream=second)
+    host, back = place(pattern(1000)), place(np.zeros(1000, np.uint8))
+    links = [runtime.empty((1000,), np.dtype(np.uint8)) for _ in range(6)]
+    subject.backend.copy_batch([host], out=[links[0]], stream=first)
+    turns = (second, first)
+    for i, stream in enumerate((*turns, *turns, second)):
+        runtime.wait(runtime.record(turns[1 - i % 2]), stream)
+        subject.backend.copy_batch([links[i]], out=[links[i + 1]], stream=stream)
+    runtime.wait(runtime.record(second))  # the stream of those that name none
+    subject.backend.copy_batch([links[5]], out=[back])
+    runtime.synchronize()
+    assert back.tobytes() == host.tobytes(), "runtime: an event did not order two streams"
+    for stream in (first, second, None):
+        runtime.check(stream)
+
+
+def test_an_event_says_nothing_of_what_is_queued_after_it(subject: Subject, runtime: Any) -> None:
+    subject.require("copy_batch")
+    first, second = runtime.stream(), runtime.stream()
+    values, there = [place(pattern(500, i)) for i in range(3)], runtime.empty((500,), np.dtype(np.uint8))
+    outs = [place(np.zeros(500, np.uint8)) for _ in range(2)]
+    subject.backend.copy_batch([values[0]], out=[there], stream=first)
+    event = runtime.record(first)
+    runtime.wait(event, second)
+    subject.backend.copy_batch([there], out=[outs[0]], stream=second)
+    runtime.wait(runtime.record(second), first)
+    subject.backend.copy_batch([values[1]], out=[there], stream=first)
+    runtime.wait(event, second)  # reached long ago
+    subject.backend.copy_batch([values[2]], out=[outs[1]], stream=second)
     runtime.synchronize(second)
-    runtime.check(first)
-    runtime.check(second)
-    assert c.tobytes() == a.tobytes()
+    assert outs[0].tobytes() == values[0].tobytes(), "runtime: a copy was overtaken by one that waited for it"
+    assert outs[1].tobytes() == values[2].tobytes()
+    runtime.synchronize(first)
+
+
+def test_what_queued_work_uses_lives_until_it_is_done(subject: Subject, runtime: Any) -> None:
+    subject.require("copy_batch")
+    stream, targets = runtime.stream(), []
+    for i in range(20):
+        source = np.array(pattern(4096, i))
+        middle = runtime.empty((4096,), np.dtype(np.uint8))
+        targets.append(runtime.empty((4096,), np.dtype(np.uint8)))
+        subject.backend.copy_batch([source], out=[middle], stream=stream)
+        subject.backend.copy_batch([middle], out=[targets[-1]], stream=stream)
+        del source, middle
+    reuse = [(np.zeros(4096, np.uint8), runtime.empty((4096,), np.dtype(np.uint8))) for _ in range(20)]
+    runtime.check(stream)
+    backs = [np.array(fetch(subject.backend, target)) for target in targets]
+    assert [b.tobytes() for b in backs] == [pattern(4096, i).tobytes() for i in range(20)], "runtime: freed too early"
+    assert len(reuse) == 20
+
+
+def test_an_error_is_raised_once_by_its_own_stream(subject: Subject, runtime: Any) -> None:
+    for op in ("copy_batch", "gather_paged"):
+        subject.require(op, dtype="float16", layout="L|KBNHD")
+    cache = bound("L|KBNHD", {"L": 1, "B": 2, "N": 4, "H": 1, "D": 8}, {"": "float16"})
+    chunk = bound("LKTHD", {"L": 1, "T": 3, "H": 1, "D": 8}, {"": "float16"}, seed=1)
+    index = place(np.array([1, 8, 2], np.int64))
+    where = Placement(subject.backend, arenas([cache, chunk, index]))
+    args = where.over(cache), where.over(index), where.over(chunk)
+    wrong, other = runtime.stream(), runtime.stream()
+    a, b = (runtime.empty((100,), np.dtype(np.uint8)) for _ in range(2))
+    subject.backend.copy_batch([np.zeros(100, np.uint8)] * 2, out=[a, b], stream=wrong)
+
+    def queue() -> None:
+        subject.backend.gather_paged(args[0], args[1], out=args[2], stream=wrong)
+        subject.backend.copy_batch([np.ones(100, np.uint8)], out=[a], stream=other)
+        subject.backend.copy_batch([a], out=[b], stream=wrong)  # does not run: something is wrong on its stream
+        runtime.check(other)
+        runtime.check(wrong)
+
+    before = [m.tobytes() for m in arenas([chunk])]
+    with pytest.raises(SlotError):
+        queue()
+    runtime.check(wrong)
+    assert not fetch(subject.backend, b).any(), "runtime: an op ran after one that failed on its stream"
+    where.back()
+    assert [m.tobytes() for m in arenas([chunk])] == before, "runtime: an op that failed has written"
+    subject.backend.copy_batch([np.full(100, 7, np.uint8)], out=[b], stream=wrong)
+    runtime.check(wrong)
+    assert fetch(subject.backend, b).tolist() == [7] * 100

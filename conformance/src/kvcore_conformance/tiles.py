@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 
 from kvcore.codecs.tables import table_set
 from kvcore.dtypes import to_dtype
-from kvcore.entropy import EncodedTiles, TableSet, TileChoice, tile_capacity
+from kvcore.entropy import CLASSES, ESC, KINDS, SYMBOLS, ZERO, EncodedTiles, TableSet, TileChoice, tile_capacity
 from kvcore_conformance.arena import place
 from kvcore_conformance.oracle.entropy import Rows, TileCoder, choose_classes, encode_symbols
 from kvcore_conformance.strategies import placed
 
 __all__ = [
+    "ANY",
     "RECIPES",
     "SETS",
     "WIDTHS",
@@ -28,16 +30,20 @@ __all__ = [
     "encoded",
     "make",
     "other_classes",
+    "other_tables",
+    "table_sets",
     "tile_cases",
 ]
 
 Array = npt.NDArray[Any]
 
 SETS = ("gauss", "exponent", "e4m3fn", "e5m2")
+ANY = tuple(f"any {kind}" for kind in KINDS)
+"""Names under which `table_sets` draws sets that are not shipped."""
 WIDTHS = (1, 3, 31, 32, 33, 64)
 """Widths of tiles around the number of lanes."""
 
-RECIPES = ("normal", "spikes", "escapes", "narrow", "constant", "channels", "edges")
+RECIPES = ("normal", "spikes", "escapes", "narrow", "constant", "channels", "edges", "likely")
 """What the values of a tile look like, for `make`."""
 
 _EDGES = {
@@ -45,6 +51,8 @@ _EDGES = {
     "exponent": (0, 1, 3, 62, 63, 64, 127, 254, 255, 256, 257, 383, 510, 511),
     "code": (0x00, 0x01, 0x7E, 0x7F, 0x7C, 0x7B, 0x80, 0x81, 0xFC, 0xFD, 0xFE, 0xFF),
 }
+# Values that are no symbols, or unlikely ones, and leave the offsets of their channels about where they are.
+_FAR = {"integer": (-255, 256), "exponent": (0, 38), "code": (0, 256)}
 _RANGE = {"integer": (-32768, 32767), "exponent": (0, 511), "code": (0, 255)}
 
 
@@ -76,7 +84,8 @@ def make(tables: TableSet, shape: Sequence[int], recipe: str, seed: int = 0) -> 
     recipe : str
         Of `RECIPES`: ``normal`` is what KV looks like, ``spikes`` the same with values that escape, ``escapes`` has
         little else, ``narrow`` is smallest packed, ``constant`` and ``channels`` (constant per channel) smallest
-        constant, ``edges`` has the ends of every range.
+        constant, ``edges`` has the ends of every range, ``likely`` the symbols of one table per channel, each as often
+        as the table says.
     seed : int
     """
     random = np.random.default_rng(seed)
@@ -90,6 +99,14 @@ def make(tables: TableSet, shape: Sequence[int], recipe: str, seed: int = 0) -> 
         width = int(random.integers(1, 3))
         base = int(random.integers(low, high - 3))
         values = base + random.integers(0, 1 << width, shape)
+    elif recipe == "likely":
+        classes = random.integers(0, CLASSES, (shape[0], 1, shape[2]))
+        symbols = tables.symbol[classes, random.integers(0, 1 << tables.bits, shape)]
+        base = 100 if tables.kind == "exponent" else 0
+        values = np.array([TileCoder(tables, False).value(s, 0, base) for s in range(SYMBOLS)])[symbols]
+        values = np.where(
+            (symbols == ESC) | (random.random(shape) < 0.02), random.integers(*_FAR[tables.kind], shape), values
+        )
     elif recipe == "constant":
         values = np.full(shape, random.integers(max(low, -250), min(high, 250) + 1))
     elif recipe == "channels":
@@ -109,13 +126,57 @@ def _normal(tables: TableSet, shape: tuple[int, ...], random: np.random.Generato
     if tables.kind == "exponent":
         return (x.astype(np.float32) * np.float32(2.0 ** random.integers(-60, 60))).view(np.uint32) >> np.uint32(23)
     limited = np.clip(x / 4, -400, 400).astype(np.float32)
-    return limited.astype(to_dtype(f"float8_{tables.name}")).view(np.uint8)
+    known = tables.name if tables.name in SETS else "e4m3fn"
+    return limited.astype(to_dtype(f"float8_{known}")).view(np.uint8)
+
+
+@functools.lru_cache(maxsize=64)
+def other_tables(kind: str, bits: int, seed: int = 0) -> TableSet:
+    """Make a table set like none that is shipped; the same one for the same arguments, as long as it is kept.
+
+    Parameters
+    ----------
+    kind : str
+        Of `kvcore.entropy.KINDS`.
+    bits : int
+        The frequencies of a table sum to ``2**bits``.
+    seed : int
+        Odd: the costs follow the frequencies. Even: they do not; for multiples of 4 there are few of them, so that many
+        classes cost the same.
+
+    Notes
+    -----
+    Few symbols of a table have a frequency, those of the smallest values with some left out, or many, or the escape
+    alone, which then has all ``2**bits``.
+    """
+    random, total = np.random.default_rng((bits, seed)), 1 << bits
+    symbols = np.arange(1, SYMBOLS) if kind == "exponent" else 1 + np.abs(np.arange(1, SYMBOLS) - ZERO).argsort()
+    frequency = np.zeros((CLASSES, SYMBOLS), np.int64)
+    for table in frequency:
+        count = min(int(random.choice((1, 2, 5, 40, SYMBOLS))), total)
+        used = np.append(symbols[random.random(SYMBOLS - 1) < 0.8][: count - 1], ESC)
+        weight = np.sort(random.random(len(used)) ** random.integers(1, 9))[::-1]
+        table[used] = 1 + np.floor(weight / weight.sum() * (total - len(used))).astype(np.int64)
+        table[used[0]] += total - table.sum()
+    cost = random.integers(0, 1 << 16 if seed % 4 else 4, frequency.shape)
+    if seed % 2:
+        bitlength = bits - np.log2(np.where(frequency > 0, frequency, frequency[:, :1]))
+        cost = np.rint(256 * (bitlength + 16 * ((frequency == 0) | (np.arange(SYMBOLS) == ESC))))
+    return TableSet(f"any {kind}", kind, bits, frequency.astype(np.uint16), cost.astype(np.uint16), bytes(32))
+
+
+@st.composite
+def table_sets(draw: st.DrawFn, name: str) -> TableSet:
+    """Draw the set of a name, or, if it is one of `ANY`, one of any number of bits."""
+    if name in ANY:
+        return other_tables(name.removeprefix("any "), draw(st.integers(1, 15)), draw(st.integers(0, 3)))
+    return table_set(name)
 
 
 @st.composite
 def tile_cases(draw: st.DrawFn, name: str, tokens: Sequence[int] = (1, 2, 9, 40)) -> TileCase:
-    """Draw a few small tiles of a set's kind, placed somewhere strange in memory."""
-    tables = table_set(name)
+    """Draw a few small tiles, placed somewhere strange in memory, and the tables of that name (see `table_sets`)."""
+    tables = draw(table_sets(name))
     shape = (draw(st.sampled_from((1, 2))), draw(st.sampled_from(tokens)), draw(st.sampled_from(WIDTHS)))
     recipes = draw(st.lists(st.sampled_from(RECIPES), min_size=shape[0], max_size=shape[0]))
     seed = draw(st.integers(0, 2**32 - 1))
@@ -176,7 +237,9 @@ class _RansOnly(TileCoder):
 
 def encoded(case: TileCase, choice: TileChoice | None = None, *, rans_only: bool = False) -> EncodedTiles:
     """Return the oracle's coded tiles, in arenas."""
-    tiles = empty_tiles(case.values.shape, spare=256 * rans_only)
+    _, t, w = case.values.shape
+    # At its largest, rANS takes two words a value: the value itself, and the bits of its escape.
+    tiles = empty_tiles(case.values.shape, spare=(2 * t * w + 256) * rans_only)
     encode_symbols(
         case.values,
         choice if choice is not None else choice_of(case),

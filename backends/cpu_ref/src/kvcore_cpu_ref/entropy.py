@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -206,11 +207,21 @@ def kvcore_op_decode_symbols(
     stream: Any = None,
     workspace: Any = None,
 ) -> Any:
-    values = out
+    every = range(len(tiles.payload))
+    try:
+        _decode(every, tiles, tables, use_offsets, out)
+    except CorruptFrameError:
+        for m in every:  # they are checked one kind of fault after the other; the error names the first that is bad
+            _decode([m], tiles, tables, use_offsets, out)
+        raise
+    return out
+
+
+def _decode(which: Sequence[int], tiles: EncodedTiles, tables: TableSet, use_offsets: bool, values: Int16s) -> None:
     _, tokens, width = values.shape
     rans = []
-    for m, payload in enumerate(tiles.payload):
-        mode, words = int(tiles.modes[m]), int(tiles.words[m])
+    for m in which:
+        payload, mode, words = tiles.payload[m], int(tiles.modes[m]), int(tiles.words[m])
         size = tile_bytes(mode, words, width, tables, use_offsets)
         if size is None or size > len(payload):
             raise _corrupt(m, f"mode {mode} with {words} words is no tile of {width} channels")
@@ -222,7 +233,6 @@ def kvcore_op_decode_symbols(
             values[m] = _decode_constant(m, payload[:size], width, tables, use_offsets)
     if rans:
         values[rans] = _decode_rans(np.array(rans), tiles, tokens, width, tables, use_offsets)
-    return out
 
 
 def _corrupt(tile: int, why: str) -> CorruptFrameError:

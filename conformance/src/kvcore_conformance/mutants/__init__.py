@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from kvcore_conformance.mutants import codecs, movement, numeric, symbols, tiles
+from kvcore_conformance.mutants import alignment, codecs, movement, numeric, symbols, tiles
 from kvcore_conformance.mutants.catalogue import MUTANTS, Mutant
 from kvcore_conformance.mutants.runner import Outcome, judge
 
-__all__ = ["MUTANTS", "Mutant", "Outcome", "codecs", "judge", "movement", "numeric", "symbols", "tiles"]
+__all__ = ["MUTANTS", "Mutant", "Outcome", "alignment", "codecs", "judge", "movement", "numeric", "symbols", "tiles"]

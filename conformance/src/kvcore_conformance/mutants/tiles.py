@@ -10,7 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvcore_conformance.mutants.catalogue import MUTANTS, Call, Mutant
+from kvcore.entropy import EncodedTiles, TableSet
+from kvcore.errors import CorruptFrameError
+from kvcore_conformance.mutants.catalogue import MUTANTS, Call, Mutant, mutant
 from kvcore_conformance.oracle.entropy import (
     CONSTANT,
     ESC,
@@ -169,6 +171,19 @@ class EscapeCarriesTheDifferenceToTheOffset(TileCoder):
 
 
 @wrong_rule("encode_symbols")
+class RenormalisedForElevenBits(TileCoder):
+    def limit(self, f: int) -> int:
+        return f << (31 - 11)
+
+
+@wrong_rule("decode_symbols")
+class FrequencyOfAllSlotsIsNone(TileCoder):
+    def __init__(self, tables: TableSet, use_offsets: bool) -> None:
+        super().__init__(tables, use_offsets)
+        self.frequency = [[f % (1 << self.n) for f in row] for row in self.frequency]
+
+
+@wrong_rule("encode_symbols")
 class EscapeWordsBehindRenormalisationWords(TileCoder):
     def push(self, words: list[int], x: list[int], step: list[tuple[int, int, int, int]]) -> None:
         before = len(words)
@@ -309,3 +324,18 @@ class LeftOverWordsIgnored(TileCoder):
                 if "no symbol took" not in str(error):
                     raise
         return super().from_rans(payload, words, tokens, width)
+
+
+@mutant("decode_symbols")
+def last_bad_tile_named(call: Call) -> Any:
+    tiles, out = call.args[0], call.kwargs["out"]
+    try:
+        return call.run()
+    except CorruptFrameError:
+        for m in reversed(range(len(out))):
+            call.args[0], call.kwargs["out"] = EncodedTiles(*(part[m : m + 1] for part in tiles)), out[m : m + 1]
+            try:
+                call.run()
+            except CorruptFrameError as error:
+                raise CorruptFrameError(f"tile {m} is bad", reason=error.reason) from error
+        raise

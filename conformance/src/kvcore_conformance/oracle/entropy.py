@@ -25,17 +25,17 @@ LANES = 32
 LOW = 1 << 15
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _tables(tables: TableSet) -> tuple[Rows, Rows, Rows]:
     """Return frequencies, costs, and the sums of the frequencies below each symbol."""
     frequency: Rows = tables.frequency.tolist()
     return frequency, tables.cost.tolist(), [list(accumulate(row, initial=0)) for row in frequency]
 
 
-@functools.cache
-def _slots(tables: TableSet) -> Rows:
+@functools.lru_cache(maxsize=64)
+def _slots(tables: TableSet) -> list[bytes]:
     """Return the symbol of each of the ``2**n`` slots of each table."""
-    return [[s for s, f in enumerate(row) for _ in range(f)] for row in tables.frequency.tolist()]
+    return [b"".join(bytes([s]) * f for s, f in enumerate(row)) for row in tables.frequency.tolist()]
 
 
 class TileCoder:
@@ -182,11 +182,15 @@ class TileCoder:
             coded.append((lane, value, s, self.frequency[table][s], self.start[table][s]))
         words += [self.raw(value) for _, value, s, _, _ in reversed(coded) if s == ESC]
         for lane, _, _, f, _ in reversed(coded):
-            if x[lane] >= f << (31 - self.n):
+            if x[lane] >= self.limit(f):
                 words.append(x[lane] & 0xFFFF)
                 x[lane] >>= 16
         for lane, _, _, f, start in coded:
             x[lane] = (x[lane] // f << self.n) + x[lane] % f + start
+
+    def limit(self, f: int) -> int:
+        """Return the state from which on its low word must go before a symbol of frequency f comes."""
+        return f << (31 - self.n)
 
     def raw(self, value: int) -> int:
         """Return the word that follows an ESC."""
@@ -371,9 +375,11 @@ def decode_symbols(
     """Tile by tile; nothing is written before all are known to be good."""
     one = coder(tables, use_offsets)
     _, tokens, width = out.shape
-    decoded = [
-        one.decode(tiles.payload[m].tobytes(), mode, words, tokens, width)
-        for m, (mode, words) in enumerate(zip(tiles.modes.tolist(), tiles.words.tolist(), strict=True))
-    ]
+    decoded = []
+    for m, (mode, words) in enumerate(zip(tiles.modes.tolist(), tiles.words.tolist(), strict=True)):
+        try:
+            decoded.append(one.decode(tiles.payload[m].tobytes(), mode, words, tokens, width))
+        except CorruptFrameError as error:
+            raise CorruptFrameError(f"tile {m}: {error}", reason=error.reason) from error
     for m, rows in enumerate(decoded):
         out[m] = rows
