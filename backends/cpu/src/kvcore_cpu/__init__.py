@@ -1,6 +1,6 @@
 """The native CPU backend of kvcore.
 
-This module is light: it imports no vendor library and nothing of torch, so that discovery costs nothing.
+This module is light: it loads no library and nothing of torch, so that discovery costs nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ def backend() -> BackendSpec:
         priority=50,
         api_version=1,  # the version this package was written for, not the one that happens to be installed
         probe=probe.probe,
-        implementations={},
+        implementations={"native": "kvcore_cpu.ops"},
+        runtime="kvcore_cpu.runtime:Runtime",
         distribution="kvcore-cpu",
     )

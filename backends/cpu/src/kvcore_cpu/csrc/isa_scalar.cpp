@@ -1,0 +1,3 @@
+// Portable C++, vectorised by the compiler for the baseline of the platform.
+#define KVCORE_ISA scalar
+#include "isa.hpp"
