@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvcore import __version__
+from kvcore.cli.bench import bench
 from kvcore.cli.demo import demo, demo_phase
 from kvcore.cli.doctor import doctor
 from kvcore.cli.eval import evaluate
@@ -62,6 +63,7 @@ def _options(
     """Move an LLM's KV cache out of the engine, make it small, keep it in tiers, put it back."""
 
 
+app.command()(bench)
 app.command()(demo)
 app.command()(doctor)
 app.command("eval")(evaluate)

@@ -92,10 +92,13 @@ def _print_matrix(rows: list[OpStatus]) -> None:
     names = list(dict.fromkeys(row.backend for row in rows))
     absent = {name for name in names if all(r.status == "missing" for r in rows if r.backend == name)}
     shown = [name for name in names if name not in absent]
-    table = plain_table("op", *shown)
+    # A backend's only implementation is said once, above its column: many backends fit side by side then.
+    used = {name: {r.implementation for r in rows if r.backend == name} - {""} for name in shown}
+    table = plain_table("op", *(f"{n}\n({', '.join(used[n])})" if len(used[n]) == 1 else n for n in shown))
     for op in dict.fromkeys(row.op for row in rows):
         bound = (cells[op, name] for name in shown)
-        table.add_row(op, *(f"{r.status} ({r.implementation})" if r.implementation else r.status for r in bound))
+        several = (f" ({r.implementation})" if len(used[r.backend]) > 1 and r.implementation else "" for r in bound)
+        table.add_row(op, *(cells[op, name].status + more for name, more in zip(shown, several, strict=True)))
     out = console()
     if shown:
         out.print(table)
