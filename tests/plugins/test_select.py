@@ -100,8 +100,8 @@ def test_the_explanation_prints_as_a_table():
 
 
 def test_argument_over_variable_over_priority(shelf, monkeypatch):
-    shelf.add("low", priority="20")
-    shelf.add("high", priority="30")
+    shelf.add("low", priority="70")
+    shelf.add("high", priority="80")
     shelf.add("shy", priority="-1")
     assert kvcore.open_backend().name == "high"
     monkeypatch.setenv("KVCORE_BACKEND", "low")

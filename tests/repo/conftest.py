@@ -14,7 +14,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-BACKENDS = ("cpu_ref", "cpu", "cuda", "rocm", "xpu")
+BACKENDS = ("cpu_ref", "cpu", "cuda", "emu", "rocm", "xpu")
 SIBLINGS = (*(f"backends/{name}" for name in BACKENDS), "conformance")
 
 

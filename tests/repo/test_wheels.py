@@ -16,7 +16,8 @@ import kvcore
 pytestmark = pytest.mark.wheels
 
 BACKENDS = {"cpu_ref", "cpu", "cuda", "rocm", "xpu"}
-DISTRIBUTIONS = {"kvcore", "kvcore_conformance"} | {f"kvcore_{name}" for name in BACKENDS}
+HOSTS = ("cpu", "cpu_ref")
+DISTRIBUTIONS = {"kvcore", "kvcore_conformance", "kvcore_emu"} | {f"kvcore_{name}" for name in BACKENDS}
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +105,21 @@ def test_the_core_imports_nothing_heavy(core_alone):
 
 def test_with_all_wheels_each_backend_answers_for_itself(everything):
     rows = backends(everything, status=0)
-    assert rows["cpu_ref"]["status"] == "usable"
-    for name in BACKENDS - {"cpu_ref"}:
+    assert [rows[name]["status"] for name in HOSTS] == ["usable"] * len(HOSTS)
+    for name in BACKENDS - set(HOSTS):
         assert rows[name]["status"] == "unusable"
         assert "kernels" in rows[name]["reason"]
+
+
+def test_the_native_cpu_backend_is_the_default_of_its_extra(wheels, tmp_path):
+    environment = Environment(tmp_path)
+    environment.install(*(wheels[name] for name in ("kvcore", "kvcore_cpu", "kvcore_cpu_ref")))
+    code = (
+        "import kvcore, numpy as np; backend = kvcore.open_backend(); "
+        "digest = backend.digest([np.arange(100, dtype=np.uint8)])[0]; "
+        "print(backend.name, digest == kvcore.open_backend('cpu_ref').digest([np.arange(100, dtype=np.uint8)])[0])"
+    )
+    assert environment.run("python", "-c", code).stdout.split() == ["cpu", "True"]
 
 
 def test_the_suite_runs_from_its_wheel(everything):
@@ -128,4 +140,6 @@ def test_wheels_hold_the_package_and_nothing_else(wheels):
 
 def test_wheels_are_for_any_python_that_runs_this(wheels):
     assert sys.version_info >= (3, 10)
-    assert [path.name for path in wheels.values() if not path.name.endswith("-py3-none-any.whl")] == []
+    tags = {name: path.stem.split("-", 2)[2] for name, path in wheels.items()}
+    assert tags.pop("kvcore_cpu").startswith(("py3-none-linux_", "py3-none-manylinux_"))
+    assert set(tags.values()) == {"py3-none-any"}

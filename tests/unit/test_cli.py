@@ -64,7 +64,7 @@ def test_version(run):
 
 def test_help_lists_the_commands_and_hides_the_inner_one(run):
     done = run("--help")
-    assert all(f"\n  {name} " in done.stdout for name in ("demo", "doctor", "inspect", "ops"))
+    assert all(f"\n  {name} " in done.stdout for name in ("bench", "demo", "doctor", "inspect", "ops"))
     assert "demo-phase" not in done.stdout
 
 
@@ -91,7 +91,7 @@ def test_doctor_lists_every_backend_variable_and_version(run):
     backends = {row["name"]: row for row in report["backends"]}
     assert set(KNOWN_BACKENDS) <= set(backends)
     assert all(row["reason"] for row in backends.values())
-    assert [name for name, row in backends.items() if row["taken"]] == [report["selected"]] == ["cpu_ref"]
+    assert [name for name, row in backends.items() if row["taken"]] == [report["selected"]] == ["cpu"]
     assert report["problems"] == []
     assert [row["name"] for row in report["variables"]] == [v.name for v in VARIABLES]
     assert report["packages"]["numpy"] == importlib.metadata.version("numpy")
@@ -105,11 +105,11 @@ def test_doctor_prints_the_same_for_people(run, monkeypatch):
     assert done.exit_code == 0
     assert all(name in done.stdout for name in (*KNOWN_BACKENDS, *(v.name for v in VARIABLES), "RLIMIT_MEMLOCK"))
     assert "'1'" in done.stdout
-    assert "Taken (*) for the CPU's memory: cpu_ref" in done.stdout
+    assert "Taken (*) for the CPU's memory: cpu\n" in done.stdout
 
 
 def test_doctor_with_the_core_alone_says_what_to_install():
-    names = tuple(f"kvcore-{name.replace('_', '-')}" for name in (*KNOWN_BACKENDS, "acme"))
+    names = tuple(f"kvcore-{name.replace('_', '-')}" for name in (*KNOWN_BACKENDS, "emu", "acme"))
     done = in_a_new_process("doctor", without=names)
     assert done.returncode == 1
     assert done.stderr == ""
@@ -163,8 +163,12 @@ def test_ops_of_one_backend_as_csv_and_json_say_the_same(run):
 
 def test_ops_for_people(run):
     matrix, one = run("ops").stdout, run("ops", "--backend", "cpu_ref").stdout
+    names, implementations, *rows = (line.split() for line in matrix.splitlines())
+    assert {"cpu_ref", "cpu"} <= set(names)
+    assert {"(numpy)", "(native)"} <= set(implementations)
+    assert [row[0] for row in rows[: len(op_names())]] == list(op_names())
+    assert all(set(row[1:]) & STATUSES for row in rows[: len(op_names())])
     for op in op_names():
-        assert any(line.startswith(f"{op} ") and "(numpy)" in line for line in matrix.splitlines())
         assert any(line.startswith(f"{op} ") for line in one.splitlines())
     assert "\nrocm\n" in matrix
 
@@ -274,13 +278,13 @@ def test_the_demo_with_a_local_directory_and_text(tiny_model, tmp_path):
     result = json.loads(done.stdout)
     assert list(result) == list(DemoResult.__dataclass_fields__)
     assert (result["model"], result["prompt_tokens"], result["hit_tokens"]) == ("tiny", 600, 512)
-    assert (result["backend"], result["codec"], result["tokens_identical"]) == ("cpu_ref", "raw", True)
+    assert (result["backend"], result["codec"], result["tokens_identical"]) == ("cpu", "raw", True)
     assert result["raw_bytes"] == 2 * 2 * 2 * 512 * 16 * 4 < result["stored_bytes"]
     assert result["stored_bytes"] == sum(file.stat().st_size for file in store.rglob("*.kvf"))
     assert 0.9 < result["ratio"] < 1
     people = in_a_new_process("demo", *arguments, "--new-tokens", "5", "--max-prompt-tokens", "600")
     assert people.returncode == 0
-    for word in ("512 tokens", "speed-up", "op convert_layout", "cpu_ref (numpy)", "tokens identical", "fs:"):
+    for word in ("512 tokens", "speed-up", "op convert_layout", "cpu (native)", "tokens identical", "fs:"):
         assert word in people.stdout
 
 
