@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +123,7 @@ class _Tables:
         self._destroy(self.handle)
 
 
-class Library:
+class Library(ABC):
     """A shared library with the functions of ``abi.h``.
 
     Parameters
@@ -210,6 +211,7 @@ class Library:
             kind = {1: UnsupportedOpError, 2: OutOfMemoryError, 3: LayoutError}.get(code, KVCoreError)
             raise kind(f"{op} was not launched: {self._reason()}")
 
+    @abstractmethod
     def run(self, op: str, args: bytes, stream: Any, keep: tuple[Any, ...], subject: Any = None) -> None:
         """Run an op as the hooks ask for it.
 
@@ -225,7 +227,6 @@ class Library:
         subject : Indexed or array, optional
             What positions in errors count in, see `status_error`.
         """
-        raise NotImplementedError
 
     def _reason(self) -> str:
         text = self._last_error()
