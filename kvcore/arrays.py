@@ -10,7 +10,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,77 @@ class ArrayRef:
             "with __dlpack__, or kvcore.ArrayRef.at(pointer, shape, dtype)"
         )
 
+    def __getitem__(self, key: Any) -> ArrayRef:
+        """Return the view that NumPy's basic indexing gives: of ints, slices, None and one Ellipsis; nothing is read.
+
+        Raises
+        ------
+        LayoutError
+            More indices than dims, an int out of range, or an index of another kind.
+        """
+        keys = list(key) if isinstance(key, tuple) else [key]
+        used = sum(k is not None and k is not Ellipsis for k in keys)
+        rest = [slice(None)] * (len(self.shape) - used)
+        at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+        keys[at : at + 1] = rest
+        if used > len(self.shape) or any(k is Ellipsis for k in keys):
+            raise LayoutError(f"index {key} has more than the {len(self.shape)} dims of {list(self.shape)}")
+        address, shape, strides, dim = self.address, [], [], 0
+        for k in keys:
+            if k is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            extent, stride = self.shape[dim], self.strides[dim]
+            dim += 1
+            if isinstance(k, slice):
+                chosen = range(extent)[k]
+                shape.append(len(chosen))
+                strides.append(chosen.step * stride)
+                address += chosen.start * stride if chosen else 0
+            elif isinstance(k, (int, np.integer)) and -extent <= k < extent:
+                address += int(k) % extent * stride
+            else:
+                raise LayoutError(f"index {k!r} of a dim of {extent} is no int within it and no slice")
+        return replace(self, address=address, shape=tuple(shape), strides=tuple(strides))
+
+    __iter__ = None  # else Python would take it for a sequence of its views, and NumPy read it as one
+
+    def reshape(self, *shape: int) -> ArrayRef:
+        """Return the same elements, in C order, in another shape; one extent may be -1. Never a copy.
+
+        Raises
+        ------
+        LayoutError
+            Another number of elements, or dims that no strides describe.
+        """
+        size, known = math.prod(self.shape), math.prod(n for n in shape if n >= 0)
+        wanted = tuple(size // max(known, 1) if n < 0 else n for n in shape)
+        if math.prod(wanted) != size or sum(n < 0 for n in shape) > (known > 0):
+            raise LayoutError(f"{size} elements {list(self.shape)} do not make {list(shape)}")
+        strides = row_major(wanted, self.dtype.itemsize) if size == 0 else _strides_of(self, wanted)
+        return replace(self, shape=wanted, strides=strides)
+
+    def view(self, dtype: object) -> ArrayRef:
+        """Return the same bytes as elements of another type, of which the last dim then has more or fewer.
+
+        Raises
+        ------
+        LayoutError
+            The last dim is not contiguous, or its bytes make no whole number of elements.
+        """
+        element = to_dtype(dtype)
+        old, new = self.dtype.itemsize, element.itemsize
+        if old == new:
+            return replace(self, dtype=element)
+        adjacent = bool(self.shape) and (0 in self.shape or self.shape[-1] == 1 or self.strides[-1] == old)
+        if not adjacent or self.shape[-1] * old % new:
+            raise LayoutError(
+                f"{self.dtype} {list(self.shape)} with strides {self.strides} cannot be seen as {element}"
+            )
+        shape, strides = (*self.shape[:-1], self.shape[-1] * old // new), (*self.strides[:-1], new)
+        return replace(self, shape=shape, strides=strides, dtype=element)
+
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return a NumPy view of host memory.
 
@@ -164,6 +235,28 @@ def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _strides_of(ref: ArrayRef, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of an array's elements in another shape of as many."""
+    runs: list[tuple[int, int]] = []  # extent and stride of dims that can be walked as one, the last dims first
+    for extent, stride in zip(reversed(ref.shape), reversed(ref.strides), strict=True):
+        if runs and extent != 1 and stride == runs[-1][0] * runs[-1][1]:
+            runs[-1] = runs[-1][0] * extent, runs[-1][1]
+        elif extent != 1:
+            runs.append((extent, stride))
+    strides, run, taken = [], 0, 1
+    for extent in reversed(shape):
+        if extent == 1:
+            strides.append(ref.dtype.itemsize)
+            continue
+        if runs[run][0] % (taken * extent):
+            raise LayoutError(f"{list(ref.shape)} with strides {ref.strides} is {list(shape)} only as a copy")
+        strides.append(runs[run][1] * taken)
+        taken *= extent
+        if taken == runs[run][0]:
+            run, taken = run + 1, 1
+    return tuple(reversed(strides))
+
+
 def same_view(a: Any, b: Any) -> bool:
     """Tell whether two arrays are the same elements: of one address, shape, strides and dtype."""
     if (a.shape, a.strides, a.dtype) != (b.shape, b.strides, b.dtype):
@@ -181,7 +274,7 @@ def overlap(a: Any, b: Any) -> bool:
         if not np.may_share_memory(a, b):  # compares bounds
             return False
     else:
-        (start, stop), (other_start, other_stop) = _bounds(ArrayRef.of(a)), _bounds(ArrayRef.of(b))
+        (start, stop), (other_start, other_stop) = bounds(a), bounds(b)
         if stop <= other_start or other_stop <= start:
             return False
     try:
@@ -193,8 +286,9 @@ def overlap(a: Any, b: Any) -> bool:
 _OVERLAP_WORK: Any = 10_000  # candidates that NumPy tries; its stubs know only the extremes
 
 
-def _bounds(ref: ArrayRef) -> tuple[int, int]:
-    """Return the addresses of the first byte, and behind the last one."""
+def bounds(array: Any) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array, and behind the last one."""
+    ref = ArrayRef.of(array)
     start = stop = ref.address
     for extent, stride in zip(ref.shape, ref.strides, strict=True):
         if extent == 0:

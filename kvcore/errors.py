@@ -12,6 +12,7 @@ __all__ = [
     "BackendLoadError",
     "ConfigError",
     "CorruptFrameError",
+    "DeviceError",
     "KVCoreError",
     "LayoutError",
     "LeaseError",
@@ -62,6 +63,10 @@ class LeaseError(KVCoreError, RuntimeError):
 
 class OutOfMemoryError(KVCoreError, MemoryError):
     """An allocation was refused; the message says how much was asked for and how much there is."""
+
+
+class DeviceError(KVCoreError, RuntimeError):
+    """A device or its driver failed; the message names the ops that were queued, and so may have failed."""
 
 
 class StoreError(KVCoreError, OSError):

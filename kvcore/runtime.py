@@ -6,24 +6,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
-import resource
 import secrets
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvcore.arrays import aligned_empty, host_array
-from kvcore.errors import LeaseError, OutOfMemoryError, UnsupportedOpError
+from kvcore.arrays import ArrayRef, aligned_empty, host_array
+from kvcore.errors import LayoutError, LeaseError, OutOfMemoryError, UnsupportedOpError
+from kvcore.pages import Pages, bind_to_node, lock, map_huge, map_plain, map_shared, shared_path
 
 __all__ = ["HostBuffer", "HostRuntime", "Runtime", "SharedName"]
-
-HUGEPAGE_BYTES = 2 << 20
-_SHARED_FOLDER = "/dev/shm"  # noqa: S108  # where Linux keeps named shared memory; names are created O_EXCL
 
 
 @dataclass(slots=True, eq=False)
@@ -55,16 +52,18 @@ class HostBuffer:
         Raises
         ------
         LeaseError
-            It was freed already, or views of it are still alive.
+            It was freed already, or views of it are still alive, among them those of copies that are queued.
         """
         if self._mapping is None:
             raise LeaseError("host buffer is freed twice")
-        nbytes, self.array = self.nbytes, np.empty(0, np.uint8)
-        try:
-            self._mapping.close()
-        except BufferError as error:
-            self.array = np.frombuffer(self._mapping, np.uint8)[:nbytes]
-            raise LeaseError("host buffer is freed while views of it are in use; drop them first") from error
+        found = Pages.of(self.array)
+        views = (lambda: None) if found is None else weakref.ref(found)
+        nbytes, self.array, found = self.nbytes, np.empty(0, np.uint8), None
+        held = views()  # what was pinned no longer is where nothing holds them
+        if held is not None:
+            self.array = held.array()[:nbytes]
+            raise LeaseError("host buffer is freed while views of it are in use; drop them first")
+        self._mapping.close()
         self._mapping = None
         if self._unlink is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -104,8 +103,11 @@ class Runtime(Protocol):
     def check(self, stream: Any = None) -> None:
         """Synchronise, and raise the error that an op of this stream left in its status word, if any."""
 
-    def record(self, stream: Any = None) -> Any:
-        """Return an event that is reached when what is queued on the stream now is done."""
+    def record(self, stream: Any = None, *, shared: bool = False) -> Any:
+        """Return an event that is reached when what is queued on the stream now is done.
+
+        With `shared`, other processes may import it.
+        """
 
     def wait(self, event: Any, stream: Any = None) -> None:
         """Make later work of a stream wait for an event."""
@@ -133,6 +135,12 @@ class Runtime(Protocol):
     def import_buffer(self, handle: Any) -> Any:
         """Map a buffer that another process exported."""
 
+    def export_event(self, event: Any) -> Any:
+        """Return a small handle of plain values by which another process waits for a shared event."""
+
+    def import_event(self, handle: Any) -> Any:
+        """Return an event that another process exported."""
+
 
 class HostRuntime:
     """The runtime of backends that compute on the host: everything is done when a call returns."""
@@ -157,7 +165,7 @@ class HostRuntime:
     def check(self, stream: None = None) -> None:
         """Host ops raise their errors at once, so there is never one left."""
 
-    def record(self, stream: None = None) -> None:
+    def record(self, stream: None = None, *, shared: bool = False) -> None:
         """Every event is reached at once."""
         return
 
@@ -180,11 +188,11 @@ class HostRuntime:
         nbytes : int
             At least 1; rounded up to whole 2 MiB pages with `hugepages`.
         pinned : bool
-            Lock the pages in memory (``mlock``, within RLIMIT_MEMLOCK).
+            Fix the pages in memory: ``mlock``, within RLIMIT_MEMLOCK; on devices, as their driver does for copies.
         hugepages : bool
             From the pool of 2 MiB pages; not together with `shared_name`.
         numa_node : int, optional
-            Not supported by the host runtime; reported as not granted.
+            The node that has the pages (``mbind``).
         shared_name : str, optional
             Create shared memory of this name; a taken name raises `FileExistsError`.
 
@@ -196,53 +204,30 @@ class HostRuntime:
         if nbytes < 1:
             raise OutOfMemoryError(f"a host buffer has at least 1 byte, got {nbytes}")
         granted: dict[str, str] = {}
-        if numa_node is not None:
-            granted["numa_node"] = "no: the host runtime does not bind memory to NUMA nodes"
         try:
-            mapping, path = self._map(nbytes, hugepages, shared_name, granted)
+            pages = _map(nbytes, hugepages, numa_node, shared_name, granted)
         except (MemoryError, OSError, ValueError) as error:
             if isinstance(error, (FileExistsError, PermissionError)):
                 raise
             raise OutOfMemoryError(f"the machine refused {nbytes} B of host memory: {error}") from error
-        array = np.frombuffer(mapping, np.uint8)[:nbytes]
         if pinned:
-            granted["pinned"] = _mlock(array)
-        return HostBuffer(array, granted, mapping, path)
+            granted["pinned"] = self._pin(pages, nbytes)
+        path = None if shared_name is None else shared_path(shared_name)
+        return HostBuffer(pages.array()[:nbytes], granted, pages.mapping, path)
 
-    def _map(
-        self, nbytes: int, hugepages: bool, shared_name: str | None, granted: dict[str, str]
-    ) -> tuple[mmap.mmap, str | None]:
-        if shared_name is not None:
-            path = _shared_path(shared_name)
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, nbytes)
-                mapping = mmap.mmap(descriptor, nbytes)
-            except BaseException:
-                os.unlink(path)
-                raise
-            finally:
-                os.close(descriptor)
-            granted["shared_name"] = shared_name
-            if hugepages:
-                granted["hugepages"] = "no: shared memory by name has ordinary pages"
-            return mapping, path
-        if hugepages:
-            size = -(-nbytes // HUGEPAGE_BYTES) * HUGEPAGE_BYTES
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_HUGETLB", 0x40000)
-            try:
-                mapping = mmap.mmap(-1, size, flags=flags)
-                granted["hugepages"] = "yes"
-                return mapping, None
-            except OSError as error:
-                granted["hugepages"] = (
-                    f"no: {size // HUGEPAGE_BYTES} pages of 2 MiB: {error.strerror} (vm.nr_hugepages)"
-                )
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None
+    def _pin(self, pages: Pages, nbytes: int) -> str:
+        """Pin memory until it is unmapped, or until ``pages.unpin``; return ``"yes"``, or ``"no: "`` and the reason."""
+        return lock(pages.address, nbytes)
 
-    def register_host(self, array: Any) -> np.ndarray[Any, Any]:
-        """Host copies need no registration; the handle keeps the array alive."""
-        return self.array(array)
+    def register_host(self, array: Any) -> Any:
+        """Host copies need no registration; the handle keeps the array alive.
+
+        Raises
+        ------
+        LayoutError
+            It is neither an array in host memory nor anything with the buffer protocol.
+        """
+        return host_memory(array)
 
     def unregister_host(self, handle: Any) -> None:
         """Nothing to undo."""
@@ -255,7 +240,7 @@ class HostRuntime:
         UnsupportedOpError
             The buffer is private to this process.
         """
-        name = buffer.granted.get("shared_name")
+        name = buffer.granted.get("shared_name") if isinstance(buffer, HostBuffer) else None
         if name is None:
             raise UnsupportedOpError("only buffers allocated with shared_name=... can be exported to another process")
         return SharedName(name, buffer.nbytes)
@@ -270,15 +255,23 @@ class HostRuntime:
         OutOfMemoryError
             The buffer is smaller than its handle says.
         """
-        descriptor = os.open(_shared_path(handle.name), os.O_RDWR)
+        descriptor = os.open(shared_path(handle.name), os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
             if size < handle.nbytes:
                 raise OutOfMemoryError(f"shared buffer {handle.name!r} has {size} B, its handle says {handle.nbytes} B")
-            mapping = mmap.mmap(descriptor, handle.nbytes)
+            pages = Pages(mmap.mmap(descriptor, handle.nbytes))
         finally:
             os.close(descriptor)
-        return HostBuffer(np.frombuffer(mapping, np.uint8), {"shared_name": handle.name}, mapping)
+        return HostBuffer(pages.array(), {"shared_name": handle.name}, pages.mapping)
+
+    def export_event(self, event: None) -> None:
+        """Every event is reached, for other processes too."""
+        return
+
+    def import_event(self, handle: None) -> None:
+        """Every event is reached."""
+        return
 
 
 def unique_shared_name(prefix: str = "kvcore") -> str:
@@ -286,17 +279,41 @@ def unique_shared_name(prefix: str = "kvcore") -> str:
     return f"{prefix}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def _shared_path(name: str) -> str:
-    if not name or "/" in name or name.startswith("."):
-        raise UnsupportedOpError(f"shared memory name {name!r}: a plain name without '/' is needed")
-    return os.path.join(_SHARED_FOLDER, name)
+def host_memory(memory: Any) -> np.ndarray[Any, Any]:
+    """Return a NumPy view of an array in host memory, or of anything with the buffer protocol (mmap, bytearray).
+
+    Raises
+    ------
+    LayoutError
+        It is neither.
+    """
+    if hasattr(memory, "__array_interface__") or hasattr(memory, "__dlpack__") or isinstance(memory, ArrayRef):
+        return host_array(memory)
+    try:
+        return np.frombuffer(memory, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise LayoutError(
+            f"a {type(memory).__qualname__} is no memory of the host ({error}); pass a NumPy array, a torch CPU tensor "
+            "or a mmap"
+        ) from error
 
 
-def _mlock(array: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mlock(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)) == 0:
-        return "yes"
-    reason = os.strerror(ctypes.get_errno())
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} B"
-    return f"no: mlock of {array.nbytes} B: {reason} (RLIMIT_MEMLOCK is {limit})"
+def _map(nbytes: int, hugepages: bool, node: int | None, shared_name: str | None, granted: dict[str, str]) -> Pages:
+    def bind(pages: Pages, huge: bool = False) -> None:
+        if node is not None:  # before anything touches the pages
+            granted["numa_node"] = bind_to_node(pages, node, huge=huge)
+
+    if shared_name is not None:
+        pages = map_shared(shared_name, nbytes, bind)
+        granted["shared_name"] = shared_name
+        if hugepages:
+            granted["hugepages"] = "no: shared memory by name has ordinary pages"
+        return pages
+    if hugepages:
+        huge, granted["hugepages"] = map_huge(nbytes)
+        if huge is not None:
+            bind(huge, True)
+            return huge
+    pages = map_plain(nbytes)
+    bind(pages)
+    return pages

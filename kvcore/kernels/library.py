@@ -17,6 +17,7 @@ from kvcore.entropy import KINDS, TableSet
 from kvcore.errors import (
     BackendLoadError,
     CorruptFrameError,
+    DeviceError,
     KVCoreError,
     LayoutError,
     OutOfMemoryError,
@@ -162,13 +163,18 @@ class Library(ABC):
                 function.restype = ctypes.c_int32
                 function.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
                 self._functions[op] = function
-        self._tables: OrderedDict[int, tuple[TableSet, _Tables]] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, int], tuple[TableSet, _Tables]] = OrderedDict()
         self._lock = threading.Lock()
         _libraries.add(self)
 
-    def tables(self, tables: TableSet) -> _Tables:
-        """Return a table set in the library's form; the last few used are kept."""
-        key = id(tables)
+    def tables(self, tables: TableSet, stream: Any = None) -> _Tables:
+        """Return a table set in the library's form, where ops on a stream reach it; the last few used are kept.
+
+        Raises
+        ------
+        OutOfMemoryError, DeviceError
+        """
+        key = self.use(stream), id(tables)
         with self._lock:
             found = self._tables.get(key)
             if found is not None:
@@ -188,6 +194,10 @@ class Library(ABC):
                 self._tables.popitem(last=False)
             return held
 
+    def use(self, stream: Any) -> int:
+        """Let tables that this thread makes be within reach of ops on a stream; return the number of their device."""
+        return 0
+
     def launch(self, op: str, args: bytes, stream: int | None, status: int) -> None:
         """Call an op.
 
@@ -203,13 +213,12 @@ class Library(ABC):
 
         Raises
         ------
-        UnsupportedOpError, OutOfMemoryError, LayoutError, KVCoreError
+        UnsupportedOpError, OutOfMemoryError, LayoutError, DeviceError
             The launch did not take place.
         """
         code = self._functions[op](args, stream, status)
         if code:
-            kind = {1: UnsupportedOpError, 2: OutOfMemoryError, 3: LayoutError}.get(code, KVCoreError)
-            raise kind(f"{op} was not launched: {self._reason()}")
+            raise self.failure(code, f"{op} was not launched")
 
     @abstractmethod
     def run(self, op: str, args: bytes, stream: Any, keep: tuple[Any, ...], subject: Any = None) -> None:
@@ -227,6 +236,11 @@ class Library(ABC):
         subject : Indexed or array, optional
             What positions in errors count in, see `status_error`.
         """
+
+    def failure(self, code: int, what: str) -> KVCoreError:
+        """Return the error for a KV_FAIL code that a function of the library just gave this thread."""
+        kind = {1: UnsupportedOpError, 2: OutOfMemoryError, 3: LayoutError}.get(code, DeviceError)
+        return kind(f"{what}: {self._reason()}")
 
     def _reason(self) -> str:
         text = self._last_error()

@@ -318,7 +318,7 @@ class NativeOps:
         use_offsets: bool,
         stream: Any,
     ) -> None:
-        held = self.library.tables(tables)
+        held = self.library.tables(tables, stream)
         args = b"".join(
             (
                 pack_array(values),

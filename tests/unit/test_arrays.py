@@ -261,3 +261,87 @@ def test_arrays_overlap_where_they_have_a_byte_in_common(pair):
         bytes_of.append({first + b for first in firsts for b in range(np.dtype(dtype).itemsize)})
     assert overlap(*arrays) == overlap(*refs) == bool(bytes_of[0] & bytes_of[1])
     assert same_view(*arrays) == same_view(*refs) == (pair[0] == pair[1])
+
+
+# --- views of views
+
+
+def described(array):
+    """Return what a view is, save strides and addresses that say nothing: of one element, or of none."""
+    ref = ArrayRef.of(array)
+    if 0 in ref.shape:
+        return ref.shape, ref.dtype
+    strides = [s if n != 1 else None for n, s in zip(ref.shape, ref.strides, strict=True)]
+    return ref.shape, ref.dtype, ref.address, strides
+
+
+@st.composite
+def keys(draw, shape):
+    """Draw an index as NumPy's basic indexing takes it."""
+    first = draw(st.integers(0, len(shape)))
+    last = draw(st.integers(first, len(shape)))  # what lies between is the Ellipsis
+    key = [draw(st.one_of(st.slices(n), st.integers(-n, n - 1) if n else st.slices(n))) for n in shape]
+    key[first:last] = [Ellipsis]  # without one NumPy may give an element instead of a view
+    for extra in draw(st.lists(st.just(None), max_size=2)):
+        key.insert(draw(st.integers(0, len(key))), extra)
+    return tuple(key)
+
+
+shapes = st.lists(st.integers(0, 6), min_size=1, max_size=4)
+
+
+@given(st.data())
+def test_views_are_indexed_as_numpy_has_it(data):
+    array = np.zeros(data.draw(shapes), np.int16)
+    ref = ArrayRef.of(array)
+    for _ in range(3):
+        key = data.draw(keys(array.shape))
+        array, ref = array[key], ref[key]
+        assert described(ref) == described(array)
+    assert described(ref[()]) == described(array)
+
+
+@given(st.data())
+def test_views_are_reshaped_as_numpy_has_it_or_refused_where_it_copies(data):
+    array = np.zeros(data.draw(shapes), np.int16)
+    array = array[data.draw(keys(array.shape))]
+    ref = ArrayRef.of(array)
+    for new in ((-1,), (2, -1), (*array.shape[:-2], -1), (*array.shape[:-1], 2, -1), (array.size,), (3, 0), (-1, -1)):
+        try:
+            known = array.reshape(new)
+        except ValueError:
+            with pytest.raises(LayoutError, match="do not make"):
+                ref.reshape(*new)
+            continue
+        if np.may_share_memory(known, array) or not array.size:
+            assert described(ref.reshape(*new)) == described(known)
+        else:
+            with pytest.raises(LayoutError, match="only as a copy"):
+                ref.reshape(*new)
+
+
+@given(st.data(), st.sampled_from(["uint8", "float16", "int32"]))
+def test_bytes_are_seen_as_numpy_sees_them(data, dtype):
+    array = np.zeros(data.draw(shapes), np.int16)
+    array = array[data.draw(keys(array.shape))]
+    try:
+        known = array.view(dtype)
+    except (ValueError, TypeError):
+        if array.ndim == 0 or (array.shape[-1] != 1 and array.size):
+            with pytest.raises(LayoutError, match="cannot be seen as"):
+                ArrayRef.of(array).view(dtype)
+    else:
+        assert described(ArrayRef.of(array).view(dtype)) == described(known)
+
+
+@pytest.mark.parametrize("key", [(0, 0, 0), 2, -3, [0, 1], np.zeros(2, bool), "K", (..., ...), 1.0])
+def test_an_index_that_is_none_is_refused(key):
+    with pytest.raises(LayoutError, match="index"):
+        ArrayRef.of(np.zeros((2, 3)))[key]
+
+
+def test_a_view_of_device_memory_is_no_sequence():
+    ref = ArrayRef.at(1 << 60, (2, 3), "float32", device="emu:0")
+    with pytest.raises(TypeError):
+        iter(ref)
+    assert (ref[1, 1:].address, ref[1, 1:].device, ref[1, 1:].owner) == ((1 << 60) + 16, "emu:0", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import torch
 
 from kvcore import LayoutError
 from kvcore.errors import LeaseError, OutOfMemoryError, UnsupportedOpError
-from kvcore.runtime import HUGEPAGE_BYTES, HostRuntime, SharedName, unique_shared_name
+from kvcore.pages import HUGEPAGE_BYTES
+from kvcore.runtime import HostRuntime, SharedName, unique_shared_name
 
 SHARED = Path("/dev/shm")
 
@@ -68,12 +70,42 @@ def test_more_than_the_machine_has_is_refused(runtime):
 def test_each_wish_is_answered(runtime):
     buffer = runtime.alloc_host(5000, pinned=True, hugepages=True, numa_node=0)
     assert set(buffer.granted) == {"pinned", "hugepages", "numa_node"}
-    assert buffer.granted["numa_node"].startswith("no: ")
+    assert buffer.granted["numa_node"] == "0" or buffer.granted["numa_node"].startswith("no: ")
     for wish in ("pinned", "hugepages"):
         assert buffer.granted[wish] == "yes" or buffer.granted[wish].startswith("no: ")
     assert buffer.nbytes == 5000
     if buffer.granted["hugepages"] == "yes":
         assert buffer.array.ctypes.data % HUGEPAGE_BYTES == 0
+    buffer.free()
+
+
+def policy_of(array):
+    """What Linux says about the pages of an array: the second word of their line, as in ``bind:0``."""
+    where = f"{array.ctypes.data:x}"
+    try:
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    except OSError:
+        pytest.skip("this machine does not show where pages are")
+    return next(line.split()[1] for line in lines if line.split()[0] == where)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pages_are_bound_to_the_node_that_was_granted(runtime, shared):
+    buffer = runtime.alloc_host(1 << 20, numa_node=0, shared_name=unique_shared_name() if shared else None)
+    if buffer.granted["numa_node"].startswith("no: mbind to node 0: "):
+        pytest.skip(buffer.granted["numa_node"])
+    assert buffer.granted["numa_node"] == "0"
+    assert policy_of(buffer.array) == "bind:0"
+    buffer.array[:] = 1
+    buffer.free()
+
+
+@pytest.mark.parametrize("node", [-1, 1000, 2000])
+def test_a_node_that_is_not_there_is_not_granted(runtime, node):
+    buffer = runtime.alloc_host(4096, numa_node=node)
+    assert buffer.granted["numa_node"].startswith("no: ")
+    assert f"node {node}" in buffer.granted["numa_node"]
+    buffer.array[:] = 1
     buffer.free()
 
 
@@ -203,3 +235,26 @@ def test_registering_keeps_the_memory(runtime):
     handle = runtime.register_host(array)
     assert np.shares_memory(handle, array)
     runtime.unregister_host(handle)
+
+
+@pytest.mark.parametrize("kind", ["mmap", "bytearray", "torch"])
+def test_foreign_memory_is_registered_in_place(runtime, kind):
+    memory = {"mmap": lambda: mmap.mmap(-1, 4096), "bytearray": lambda: bytearray(64), "torch": lambda: torch.zeros(8)}[
+        kind
+    ]()
+    handle = runtime.register_host(memory)
+    handle.reshape(-1).view(np.uint8)[:4] = [0, 0, 128, 63]  # 1.0 in float32
+    assert memory[0] == (1 if kind == "torch" else 0)
+    assert kind == "torch" or memory[2] == 128
+    runtime.unregister_host(handle)
+
+
+@pytest.mark.parametrize("memory", ["text", 5, None])
+def test_what_is_no_memory_is_not_registered(runtime, memory):
+    with pytest.raises(LayoutError, match="is no memory of the host"):
+        runtime.register_host(memory)
+
+
+def test_events_are_shared_as_they_are(runtime):
+    event = runtime.record(shared=True)
+    runtime.wait(runtime.import_event(runtime.export_event(event)))

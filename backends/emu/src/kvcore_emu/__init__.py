@@ -22,4 +22,5 @@ def backend() -> BackendSpec:
         implementations={"emulated": "kvcore_emu.ops"},
         runtime="kvcore_emu.runtime:Runtime",
         distribution="kvcore-emu",
+        core_kernels=True,
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvcore import settings
 from kvcore.errors import LayoutError, OutOfMemoryError
-from kvcore.kernels.device import DeviceLibrary, DeviceStream
+from kvcore.kernels.device import DeviceLibrary, DeviceStream, no_stream
 from kvcore_emu.build import library
 
 __all__ = ["DEVICE", "Allocation", "EmuLibrary", "EmuStream", "Event", "device"]
@@ -43,7 +43,22 @@ class EmuLibrary(DeviceLibrary):
 
     def __init__(self, warp_width: int, flags: tuple[str, ...] = ()) -> None:
         self.warp_width = warp_width
-        super().__init__(library(warp_width, flags), lambda _: EmuStream(self))
+        super().__init__(library(warp_width, flags))
+        self._default = EmuStream(self)
+
+    def resolve(self, stream: Any) -> EmuStream:
+        """Return a stream, for None the default one.
+
+        Raises
+        ------
+        ConfigError
+            It is none.
+        """
+        if stream is None:
+            return self._default
+        if not isinstance(stream, EmuStream):
+            raise no_stream(stream, "take one from the backend's runtime.stream(), or leave it out")
+        return stream
 
     def emu(self, name: str) -> Any:
         """Return one of the library's functions for memory, streams and events: ``kvcore_emu_<name>``."""
@@ -79,10 +94,9 @@ class EmuStream(DeviceStream):
         status: int = self._check(self.handle)
         return status
 
-    def synchronize(self) -> None:
+    def finish(self) -> None:
         """Run what is queued."""
         self._synchronize(self.handle)
-        self.let_go()
 
     def __del__(self) -> None:
         if self.handle:

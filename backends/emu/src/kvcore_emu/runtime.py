@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.arrays import ArrayRef, host_array, row_major
+from kvcore.arrays import ArrayRef, row_major
 from kvcore.errors import LayoutError
 from kvcore.runtime import HostRuntime
 from kvcore_emu.device import DEVICE, Allocation, EmuStream, Event, device
@@ -67,7 +67,9 @@ class Runtime(HostRuntime):
         """Synchronise, and raise what an op of this stream has found wrong in its data, once."""
         self._of(stream).check()
 
-    def record(self, stream: EmuStream | None = None) -> Event:  # type: ignore[override]
+    def record(  # type: ignore[override]  # host backends return None
+        self, stream: EmuStream | None = None, *, shared: bool = False
+    ) -> Event:
         """Return an event: that what is queued now is done."""
         recorded = self._of(stream)
         return Event(recorded, recorded.mark())
@@ -76,9 +78,5 @@ class Runtime(HostRuntime):
         """Let what is queued on a stream later wait for an event."""
         self._device.emu("wait")(self._of(stream).handle, event.stream.handle, event.mark)
 
-    def register_host(self, array: Any) -> np.ndarray[Any, Any]:
-        """Copies need no registration; the handle keeps the array alive."""
-        return host_array(array)
-
     def _of(self, stream: EmuStream | None) -> EmuStream:
-        return self._device.default if stream is None else stream  # type: ignore[return-value]
+        return self._device.resolve(stream)

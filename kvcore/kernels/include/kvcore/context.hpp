@@ -52,6 +52,9 @@
  *     void transfer(uint64_t to, uint64_t from, int64_t bytes)   copies between memories, the host's included; `to`
  *                                                   may also be a pointer that kernels dereference. Unlike kernels it
  *                                                   does not look at the status
+ *     int64_t engine_bytes()                        buffers of so many bytes and more, both ends of them in memory of the
+ *                                                   backend, are rather transferred than copied by a kernel
+ *     void submit()                                 what was asked for so far is with the device; ends every op
  *     int32_t fail(int32_t code, const char *why)   records the first failure; returns failed()
  *     int32_t failed()                              0 or a KV_FAIL_ code
  *     static void *keep(const void *host, int64_t bytes)   backend memory for longer than a stream, filled; or null

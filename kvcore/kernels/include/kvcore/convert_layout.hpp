@@ -1,4 +1,4 @@
-/* convert_layout: one dense chunk into another dense layout, a warp for each token of each layer (rows.hpp). */
+/* convert_layout: one dense chunk into another dense layout, a warp for a few tokens of a layer (rows.hpp). */
 #ifndef KVCORE_CONVERT_LAYOUT_HPP
 #define KVCORE_CONVERT_LAYOUT_HPP
 
@@ -28,13 +28,20 @@ struct ConvertLayout {
     template <class C> KVCORE_DEVICE static void body(const C &ctx, const Args &a) {
         KVCORE_UNLESS_FAILED(a.status);
         const int warps = ctx.threads() / C::warp_width;
-        for (int64_t item = ctx.block() * warps + ctx.warp(); item < a.tokens * a.layers;
-             item += ctx.blocks() * warps) {
-            int64_t token = item;
-            const int64_t layer = divide_by(a.tokens, &token);
+        const int64_t groups = (a.tokens + TOKENS_TOGETHER - 1) / TOKENS_TOGETHER;
+        for (int64_t item = ctx.block() * warps + ctx.warp(); item < groups * a.layers; item += ctx.blocks() * warps) {
+            int64_t group = item;
+            const int64_t layer = divide_by(groups, &group);
             const kv_plane src = a.src[layer], out = a.out[layer];
-            copy_rows(ctx, a.shape, reinterpret_cast<char *>(uintptr_t(out.base)) + token * out.token_stride, out,
-                      reinterpret_cast<const char *>(uintptr_t(src.base)) + token * src.token_stride, src);
+            TokenMove moves[TOKENS_TOGETHER];
+            for (int k = 0; k < TOKENS_TOGETHER; k++) {
+                const int64_t token = group * TOKENS_TOGETHER + k;
+                moves[k].to = nullptr;
+                if (token >= a.tokens) continue;
+                moves[k].to = reinterpret_cast<char *>(uintptr_t(out.base)) + token * out.token_stride;
+                moves[k].from = reinterpret_cast<const char *>(uintptr_t(src.base)) + token * src.token_stride;
+            }
+            copy_rows(ctx, a.shape, moves, out, src);
         }
     }
 };
@@ -43,7 +50,8 @@ struct ConvertLayout {
 
 template <class Q> int32_t convert_layout(Q &q, const kv_convert_args &a, uint64_t *status) {
     constexpr int threads = 256;
-    const int64_t planes = int64_t(a.part_count) * a.layers, items = a.tokens * a.layers;
+    const int64_t planes = int64_t(a.part_count) * a.layers;
+    const int64_t items = (a.tokens + TOKENS_TOGETHER - 1) / TOKENS_TOGETHER * a.layers;
     if (items == 0) return q.failed();
     std::vector<kv_plane> src(a.src, a.src + planes), out(a.out, a.out + planes);
     make_reachable(q, src.data(), planes);

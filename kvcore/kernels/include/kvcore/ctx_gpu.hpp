@@ -134,4 +134,10 @@ template <class K> KVCORE_GLOBAL void KVCORE_BOUNDS gpu_entry(const typename K::
 
 }  // namespace kvcore
 
+/* The same, to be found by `name`; the kernel comes last, since its type may hold commas. */
+#define KVCORE_GPU_KERNEL(name, ...)                                                                                   \
+    extern "C" KVCORE_GLOBAL void KVCORE_BOUNDS name(const typename __VA_ARGS__::Args args) {                          \
+        __VA_ARGS__::body(kvcore::GpuContext(), args);                                                                 \
+    }
+
 #endif

@@ -76,24 +76,26 @@ template <int Width> class SyclContext {
     char *shared_;
 };
 
-using SyclShared = sycl::local_accessor<char, 1>;
+/* Local memory, counted in 16 bytes: the alignment that kernels are promised is its elements'. */
+using SyclShared = sycl::local_accessor<sycl::vec<uint64_t, 2>, 1>;
 
 template <class K, int Width> void sycl_entry(const void *args, const SyclShared &shared) {
     const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<1>();
-    K::body(SyclContext<Width>(item, shared.get_multi_ptr<sycl::access::decorated::no>().get()),
-            *static_cast<const typename K::Args *>(args));
+    char *memory = reinterpret_cast<char *>(shared.get_multi_ptr<sycl::access::decorated::no>().get());
+    K::body(SyclContext<Width>(item, memory), *static_cast<const typename K::Args *>(args));
 }
 
 }  // namespace kvcore
 
-/* Defines what a device runs: kernel K, to be found by `name`. Its arguments lie in memory of the backend: the type of
- * a kernel's parameter must be one that can be declared ahead, which structs within structs cannot. */
-#define KVCORE_SYCL_KERNEL(K, name)                                                                                    \
+/* Defines what a device runs, to be found by `name`; the kernel comes last, since its type may hold commas. Its arguments
+ * lie in memory of the backend: the type of a kernel's parameter must be one that can be declared ahead, which structs
+ * within structs cannot. */
+#define KVCORE_SYCL_KERNEL(name, ...)                                                                                  \
     extern "C" SYCL_EXTERNAL SYCL_EXT_ONEAPI_FUNCTION_PROPERTY(                                                        \
         (sycl::ext::oneapi::experimental::nd_range_kernel<1>))                                                         \
         SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((sycl::ext::oneapi::experimental::sub_group_size<KVCORE_WARP_WIDTH>))        \
     void name(const void *args, kvcore::SyclShared shared) {                                                           \
-        kvcore::sycl_entry<K, KVCORE_WARP_WIDTH>(args, shared);                                                        \
+        kvcore::sycl_entry<__VA_ARGS__, KVCORE_WARP_WIDTH>(args, shared);                                              \
     }
 
 #endif

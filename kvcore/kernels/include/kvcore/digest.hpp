@@ -115,14 +115,15 @@ template <class Q> int32_t digest_and_copy(Q &q, const kv_bytes_args &a, uint64_
     const size_t count = size_t(a.count);
     std::vector<uint64_t> src(count), out(a.out == nullptr ? 0 : count);
     std::vector<int64_t> first_piece(count + 1);
-    std::vector<size_t> crossing; /* entries with an end on the host */
+    std::vector<size_t> crossing; /* entries with an end on the host, and those that are better off as a transfer */
     std::vector<void *> staged;   /* for each: a copy to digest where both ends are there, or null */
     for (size_t i = 0; i < count; i++) {
         const int64_t nbytes = a.nbytes[i];
         first_piece[i + 1] = first_piece[i];
         if (nbytes == 0) continue; /* it may be nowhere */
         const bool from_host = !q.reaches(a.src[i]), to_host = a.out != nullptr && !q.reaches(a.out[i]);
-        const bool crosses = a.out != nullptr && (from_host || to_host);
+        const bool by_engine = a.out != nullptr && a.digests == 0 && nbytes >= q.engine_bytes();
+        const bool crosses = by_engine || (a.out != nullptr && (from_host || to_host));
         if (crosses) {
             crossing.push_back(i);
             staged.push_back(a.digests != 0 && from_host && to_host ? q.scratch(nbytes) : nullptr);
@@ -132,6 +133,11 @@ template <class Q> int32_t digest_and_copy(Q &q, const kv_bytes_args &a, uint64_
         if (crosses && staged.back() != nullptr) src[i] = uint64_t(uintptr_t(staged.back()));
         else src[i] = uint64_t(uintptr_t(q.template device<const char>(crosses && from_host ? a.out[i] : a.src[i])));
         if (a.out != nullptr && !crosses) out[i] = uint64_t(uintptr_t(q.template device<char>(a.out[i])));
+    }
+    const bool has_kernels = a.digests != 0 || first_piece[count] > 0;
+    if (!has_kernels) { /* all are transfers */
+        for (size_t i : crossing) q.transfer(a.out[i], a.src[i], a.nbytes[i]);
+        return q.failed();
     }
     Buffers buffers;
     buffers.src = q.upload(src.data(), a.count);

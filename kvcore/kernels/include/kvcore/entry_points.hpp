@@ -13,21 +13,6 @@
 
 namespace kvcore {
 
-/* Ends an op that reports: its findings become those of the stream, unless an earlier op left some. */
-struct SettleStatus {
-    struct Args {
-        uint64_t *status; /* [2]: see abi.h */
-    };
-    static constexpr const char *name = "settle_status";
-    static constexpr bool flat = true;
-
-    template <class C> KVCORE_DEVICE static void body(const C &ctx, const Args &a) {
-        if (ctx.block() != 0 || ctx.thread() != 0) return;
-        if (a.status[1] == KV_OK) a.status[1] = a.status[0];
-        else a.status[0] = a.status[1];
-    }
-};
-
 /* Calls a launcher. The queue outlives what is thrown, so that it can take back what it began. */
 template <class Q, class Launcher> int32_t call(void *stream, uint64_t *status, bool reports, Launcher launcher) {
     try {
@@ -35,6 +20,7 @@ template <class Q, class Launcher> int32_t call(void *stream, uint64_t *status, 
         try {
             launcher(queue);
             if (reports) queue.template launch<SettleStatus>(1, 64, 0, {status});
+            queue.submit();
         } catch (...) {
             queue.fail_by_exception();
         }
@@ -61,6 +47,28 @@ template <class Q> void *try_create_tables(const kv_tables_args &args) {
         return kvcore::call<Queue>(stream, status, reports, [&](auto &queue) { kvcore::op(queue, *args, status); });   \
     }
 
+/* Do(Queue, op, Args, whether the op reports) for each op. */
+#define KVCORE_EACH_OP(Do, Queue)                                                                                      \
+    Do(Queue, gather_paged, kv_paged_args, true)                                                                       \
+    Do(Queue, scatter_paged, kv_paged_args, true)                                                                      \
+    Do(Queue, convert_layout, kv_convert_args, false)                                                                  \
+    Do(Queue, copy_batch, kv_bytes_args, false)                                                                        \
+    Do(Queue, digest, kv_bytes_args, false)                                                                            \
+    Do(Queue, reduce_absmax, kv_reduce_args, true)                                                                     \
+    Do(Queue, reduce_minmax, kv_reduce_args, true)                                                                     \
+    Do(Queue, reduce_norm, kv_reduce_args, true)                                                                       \
+    Do(Queue, reduce_moments, kv_reduce_args, true)                                                                    \
+    Do(Queue, quantize, kv_quant_args, true)                                                                           \
+    Do(Queue, dequantize, kv_quant_args, true)                                                                         \
+    Do(Queue, rotate, kv_rotate_args, true)                                                                            \
+    Do(Queue, pack_bits, kv_bits_args, true)                                                                           \
+    Do(Queue, unpack_bits, kv_bits_args, false)                                                                        \
+    Do(Queue, count_symbols, kv_bits_args, false)                                                                      \
+    Do(Queue, shift_rope, kv_rope_args, false)                                                                         \
+    Do(Queue, choose_classes, kv_tiles_args, false)                                                                    \
+    Do(Queue, encode_symbols, kv_tiles_args, false)                                                                    \
+    Do(Queue, decode_symbols, kv_tiles_args, true)
+
 #define KVCORE_ENTRY_POINTS(Queue)                                                                                     \
     KVCORE_EXPORT int32_t kvcore_abi_version() { return KV_ABI_VERSION; }                                              \
     KVCORE_EXPORT const char *kvcore_last_error() { return kvcore::last_error(); }                                     \
@@ -68,24 +76,6 @@ template <class Q> void *try_create_tables(const kv_tables_args &args) {
         return kvcore::try_create_tables<Queue>(*args);                                                                \
     }                                                                                                                  \
     KVCORE_EXPORT void kvcore_tables_destroy(void *tables) { Queue::release(tables); }                                 \
-    KVCORE_ENTRY_POINT(Queue, gather_paged, kv_paged_args, true)                                                       \
-    KVCORE_ENTRY_POINT(Queue, scatter_paged, kv_paged_args, true)                                                      \
-    KVCORE_ENTRY_POINT(Queue, convert_layout, kv_convert_args, false)                                                  \
-    KVCORE_ENTRY_POINT(Queue, copy_batch, kv_bytes_args, false)                                                        \
-    KVCORE_ENTRY_POINT(Queue, digest, kv_bytes_args, false)                                                            \
-    KVCORE_ENTRY_POINT(Queue, reduce_absmax, kv_reduce_args, true)                                                     \
-    KVCORE_ENTRY_POINT(Queue, reduce_minmax, kv_reduce_args, true)                                                     \
-    KVCORE_ENTRY_POINT(Queue, reduce_norm, kv_reduce_args, true)                                                       \
-    KVCORE_ENTRY_POINT(Queue, reduce_moments, kv_reduce_args, true)                                                    \
-    KVCORE_ENTRY_POINT(Queue, quantize, kv_quant_args, true)                                                           \
-    KVCORE_ENTRY_POINT(Queue, dequantize, kv_quant_args, true)                                                         \
-    KVCORE_ENTRY_POINT(Queue, rotate, kv_rotate_args, true)                                                            \
-    KVCORE_ENTRY_POINT(Queue, pack_bits, kv_bits_args, true)                                                           \
-    KVCORE_ENTRY_POINT(Queue, unpack_bits, kv_bits_args, false)                                                        \
-    KVCORE_ENTRY_POINT(Queue, count_symbols, kv_bits_args, false)                                                      \
-    KVCORE_ENTRY_POINT(Queue, shift_rope, kv_rope_args, false)                                                         \
-    KVCORE_ENTRY_POINT(Queue, choose_classes, kv_tiles_args, false)                                                    \
-    KVCORE_ENTRY_POINT(Queue, encode_symbols, kv_tiles_args, false)                                                    \
-    KVCORE_ENTRY_POINT(Queue, decode_symbols, kv_tiles_args, true)
+    KVCORE_EACH_OP(KVCORE_ENTRY_POINT, Queue)
 
 #endif

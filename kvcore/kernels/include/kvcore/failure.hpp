@@ -6,6 +6,8 @@
 
 #include <exception>
 #include <new>
+#include <stdexcept>
+#include <string>
 
 #include "abi.h"
 
@@ -15,6 +17,13 @@ inline char (&last_error())[256] {
     static thread_local char text[256] = "";
     return text;
 }
+
+/* What a device's driver refused: a KV_FAIL_ code, and why. */
+class DriverError : public std::runtime_error {
+  public:
+    DriverError(int32_t code, const std::string &why) : std::runtime_error(why), code(code) {}
+    const int32_t code;
+};
 
 /* A queue's first failure. */
 class Failure {
@@ -34,6 +43,8 @@ class Failure {
             throw;
         } catch (const std::bad_alloc &) {
             return fail(KV_FAIL_MEMORY, "the host has no memory for what the launch needs");
+        } catch (const DriverError &error) {
+            return fail(error.code, error.what());
         } catch (const std::exception &error) {
             return fail(KV_FAIL_DEVICE, error.what());
         } catch (...) {

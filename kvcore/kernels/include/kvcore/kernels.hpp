@@ -19,6 +19,7 @@
 #include "reduce_norm.hpp"
 #include "rotate.hpp"
 #include "scatter_paged.hpp"
+#include "settle_status.hpp"
 #include "shift_rope.hpp"
 #include "tables.hpp"
 #include "unpack_bits.hpp"

@@ -5,7 +5,7 @@
  * position there comes second. Only cells that the index names are touched, so the size of the cache costs no time.
  * All positions are those of index entries; the least that is wrong in any way is reported.
  *
- * A warp moves one token of one layer: it finds the chunk by a binary search, then copies rows (rows.hpp).
+ * A warp moves a few tokens of one layer: it finds their chunk by a binary search, then copies rows (rows.hpp).
  */
 #ifndef KVCORE_PAGED_HPP
 #define KVCORE_PAGED_HPP
@@ -101,26 +101,43 @@ struct MovePaged {
 
     template <class C> KVCORE_DEVICE static void body(const C &ctx, const Args &a) {
         KVCORE_UNLESS_FAILED(a.status);
-        const int64_t moved = a.tokens - a.skip_tokens;
+        const int64_t groups = (a.tokens - a.skip_tokens + TOKENS_TOGETHER - 1) / TOKENS_TOGETHER;
         const int warps = ctx.threads() / C::warp_width;
-        for (int64_t item = ctx.block() * warps + ctx.warp(); item < moved * a.layers; item += ctx.blocks() * warps) {
-            int64_t token = item;
-            const int64_t layer = divide_by(moved, &token);
-            token += a.skip_tokens;
-            int64_t within = token; /* the index entry */
-            const int64_t target = a.index.entries[divide_by(a.entry_tokens, &within)];
-            if (target < 0) continue;
-            int64_t offset = target * a.entry_tokens + within; /* of the slot in the block */
-            const int64_t block = divide_by(a.block_tokens, &offset);
-            const int32_t chunk = chunk_of(a, token);
-            const kv_plane paged = a.paged[layer], dense = a.chunks[chunk * a.chunk_pitch + layer];
-            char *in_cache = reinterpret_cast<char *>(uintptr_t(paged.base)) + block * paged.block_stride +
-                             offset * paged.token_stride;
-            char *in_chunk = reinterpret_cast<char *>(uintptr_t(dense.base)) +
-                             (token - a.first_token[chunk]) * dense.token_stride;
-            if (a.gather) copy_rows(ctx, a.shape, in_chunk, dense, in_cache, paged);
-            else copy_rows(ctx, a.shape, in_cache, paged, in_chunk, dense);
+        for (int64_t item = ctx.block() * warps + ctx.warp(); item < groups * a.layers; item += ctx.blocks() * warps) {
+            int64_t group = item;
+            const int64_t layer = divide_by(groups, &group);
+            const kv_plane paged = a.paged[layer];
+            int64_t token = a.skip_tokens + group * TOKENS_TOGETHER;
+            const int64_t end = token + TOKENS_TOGETHER < a.tokens ? token + TOKENS_TOGETHER : a.tokens;
+            while (token < end) { /* once, unless another chunk begins here, which may have other strides */
+                const int32_t chunk = chunk_of(a, token);
+                const int64_t stop = a.first_token[chunk + 1] < end ? a.first_token[chunk + 1] : end;
+                const kv_plane dense = a.chunks[chunk * a.chunk_pitch + layer];
+                TokenMove moves[TOKENS_TOGETHER];
+                for (int k = 0; k < TOKENS_TOGETHER; k++) {
+                    moves[k].to = nullptr;
+                    if (token + k < stop) find_token(a, paged, dense, token + k, a.first_token[chunk], moves[k]);
+                }
+                if (a.gather) copy_rows(ctx, a.shape, moves, dense, paged);
+                else copy_rows(ctx, a.shape, moves, paged, dense);
+                token = stop;
+            }
         }
+    }
+
+    /* Find the two places of a token, unless the index leaves it out. */
+    KVCORE_DEVICE static void find_token(const Args &a, const kv_plane &paged, const kv_plane &dense, int64_t token,
+                                         int64_t first_token, TokenMove &move) {
+        int64_t within = token; /* the index entry */
+        const int64_t target = a.index.entries[divide_by(a.entry_tokens, &within)];
+        if (target < 0) return;
+        int64_t offset = target * a.entry_tokens + within; /* of the slot in the block */
+        const int64_t block = divide_by(a.block_tokens, &offset);
+        char *in_cache = reinterpret_cast<char *>(uintptr_t(paged.base)) + block * paged.block_stride +
+                         offset * paged.token_stride;
+        char *in_chunk = reinterpret_cast<char *>(uintptr_t(dense.base)) + (token - first_token) * dense.token_stride;
+        move.to = a.gather ? in_chunk : in_cache;
+        move.from = a.gather ? in_cache : in_chunk;
     }
 
     /* The chunk that holds a token: the last one that begins at or before it and is not empty. */
@@ -182,7 +199,7 @@ int32_t move_paged(Q &q, const kv_paged_args &a, uint64_t *status, bool gather, 
             index,         paged_table + first_plane, chunk_table + first_plane, first_token, planes,
             a.skip_tokens, tokens,                    a.block_tokens,            entry_tokens, planner.shape(),
             a.chunk_count, a.layers,                  gather,                    status};
-        const int64_t items = (tokens - a.skip_tokens) * a.layers;
+        const int64_t items = (tokens - a.skip_tokens + TOKENS_TOGETHER - 1) / TOKENS_TOGETHER * a.layers;
         q.template launch<MovePaged>(q.grid(items, threads / Q::warp_width), threads, 0, move);
     }
     return q.failed();

@@ -79,6 +79,8 @@ template <int Width> class CpuQueue : public Failure {
 
     bool reaches(uint64_t address) const { return address != 0; }
 
+    int64_t engine_bytes() const { return INT64_MAX; }
+    void submit() {}
     void transfer(uint64_t to, uint64_t from, int64_t bytes) { transfer(device<char>(to), from, bytes); }
     void transfer(void *to, uint64_t from, int64_t bytes) {
         const char *source = device<const char>(from);

@@ -1,4 +1,4 @@
-/* Moving the bytes of one token in one plane: rows of words, as wide as the alignment of both sides allows.
+/* Moving the bytes of tokens in one plane: rows of words, as wide as the alignment of both sides allows.
  *
  * What a token has in a plane is `heads * width` elements. Where the channels of a head are adjacent on both sides a
  * head is one row, and where the heads are adjacent too the whole token is; otherwise each element is a row of its own.
@@ -23,34 +23,44 @@ struct RowShape {
     int32_t bytes;   /* of a word: 1, 2, 4, 8 or 16; every word is aligned to it on both sides */
 };
 
-template <class Word> KVCORE_DEVICE void copy_word(char *to, const char *from) {
-    *reinterpret_cast<Word *>(to) = *reinterpret_cast<const Word *>(from);
-}
+/* Tokens that a warp moves together. Their loads are under way at the same time, so that the wait for memory is shared;
+ * and where a word lies in its token is found once for all of them. */
+constexpr int TOKENS_TOGETHER = 4;
+
+/* Where the first elements of a token lie; `to` is null where there is none. */
+struct TokenMove {
+    char *to;
+    const char *from;
+};
 
 template <class Word, class C>
-KVCORE_DEVICE void copy_words(const C &ctx, const RowShape &s, char *to, const kv_plane &to_plane, const char *from,
-                              const kv_plane &from_plane) {
+KVCORE_DEVICE void copy_words(const C &ctx, const RowShape &s, const TokenMove (&tokens)[TOKENS_TOGETHER],
+                              const kv_plane &to_plane, const kv_plane &from_plane) {
     const int32_t count = s.rows * s.words;
     for (int32_t i = ctx.lane(); i < count; i += C::warp_width) {
         const int32_t row = i / s.words, word = i - row * s.words;
         const int32_t head = row / s.split, element = row - head * s.split;
         const int64_t offset = word * int64_t(sizeof(Word));
-        copy_word<Word>(to + head * to_plane.head_stride + element * to_plane.dim_stride + offset,
-                        from + head * from_plane.head_stride + element * from_plane.dim_stride + offset);
+        const int64_t to = head * to_plane.head_stride + element * to_plane.dim_stride + offset;
+        const int64_t from = head * from_plane.head_stride + element * from_plane.dim_stride + offset;
+        Word moved[TOKENS_TOGETHER] = {};
+        for (int k = 0; k < TOKENS_TOGETHER; k++)
+            if (tokens[k].to != nullptr) moved[k] = *reinterpret_cast<const Word *>(tokens[k].from + from);
+        for (int k = 0; k < TOKENS_TOGETHER; k++)
+            if (tokens[k].to != nullptr) *reinterpret_cast<Word *>(tokens[k].to + to) = moved[k];
     }
 }
 
-/* Copies a token, by one warp. `to` and `from` are where the token's first element lies; of the planes only the strides
- * of head and dim are read. */
+/* Copies tokens, by one warp. Of the planes only the strides of head and dim are read. */
 template <class C>
-KVCORE_DEVICE void copy_rows(const C &ctx, const RowShape &s, char *to, const kv_plane &to_plane, const char *from,
-                             const kv_plane &from_plane) {
+KVCORE_DEVICE void copy_rows(const C &ctx, const RowShape &s, const TokenMove (&tokens)[TOKENS_TOGETHER],
+                             const kv_plane &to_plane, const kv_plane &from_plane) {
     switch (s.bytes) {
-        case 16: return copy_words<Word16>(ctx, s, to, to_plane, from, from_plane);
-        case 8: return copy_words<uint64_t>(ctx, s, to, to_plane, from, from_plane);
-        case 4: return copy_words<uint32_t>(ctx, s, to, to_plane, from, from_plane);
-        case 2: return copy_words<uint16_t>(ctx, s, to, to_plane, from, from_plane);
-        default: return copy_words<uint8_t>(ctx, s, to, to_plane, from, from_plane);
+        case 16: return copy_words<Word16>(ctx, s, tokens, to_plane, from_plane);
+        case 8: return copy_words<uint64_t>(ctx, s, tokens, to_plane, from_plane);
+        case 4: return copy_words<uint32_t>(ctx, s, tokens, to_plane, from_plane);
+        case 2: return copy_words<uint16_t>(ctx, s, tokens, to_plane, from_plane);
+        default: return copy_words<uint8_t>(ctx, s, tokens, to_plane, from_plane);
     }
 }
 

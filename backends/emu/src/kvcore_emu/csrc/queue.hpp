@@ -75,6 +75,9 @@ template <int Width> class EmuQueue : public kvcore::Failure {
 
     bool reaches(uint64_t address) const { return address & TAG; }
 
+    int64_t engine_bytes() const { return INT64_MAX; }
+    void submit() {}
+
     void transfer(uint64_t to, uint64_t from, int64_t bytes) {
         if (bytes <= 0) return;
         char *target = reaches(to) ? reach(to, bytes) : host(to);
