@@ -30,8 +30,9 @@ from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
 from kvcore.codecs.nonfinite import check_policy
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
+from kvcore.codecs.places import host, near, on_device
 from kvcore.codecs.tables import table_set
-from kvcore.codecs.tiling import decode_tiles, encode_tiles, host
+from kvcore.codecs.tiling import decode_tiles, encode_tiles
 from kvcore.dtypes import to_dtype
 from kvcore.errors import ConfigError, CorruptFrameError, LayoutError, QuantizationError
 from kvcore.ops import Backend
@@ -172,6 +173,7 @@ class CacheGen:
     codec_id: int = field(default=5, init=False)
     preset: int = field(default=0, init=False)
     chain: tuple[str, ...] = field(default=("cachegen",), init=False)
+    on_device: bool = field(default=True, init=False)
     lossless: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -209,7 +211,7 @@ class CacheGen:
                 f"the rows have {rows.layers}"
             )
 
-        def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
+        def segments(part: PartInfo, x: Any) -> list[CodedSegment]:
             bins = np.array([self._bins(part.name, layer) for layer in group.layers])
             return _encode(backend, x, bins, self.per_head, self.nonfinite)
 
@@ -228,15 +230,16 @@ class CacheGen:
 
 
 def _encode(
-    backend: Backend, x: Array, bins: npt.NDArray[np.int64], per_head: bool, nonfinite: str
+    backend: Backend, x: Any, bins: npt.NDArray[np.int64], per_head: bool, nonfinite: str
 ) -> list[CodedSegment]:
     _, heads, tokens, width = x.shape
     axes = _AXES[per_head]
-    largest = host(backend.reduce_absmax(x, axes, nonfinite=nonfinite))
+    largest = host(backend, backend.reduce_absmax(x, axes, nonfinite=nonfinite))
     scale = _scales(largest, bins)
     if (scale > SCALE_MAX).any():
         raise QuantizationError(f"values up to {largest.max()} need a scale beyond 2**125")
-    values = host(backend.quantize(x, QuantSpec.symmetric(16, axes), scale=scale, nonfinite=nonfinite).codes)
+    placed = near(backend, scale)
+    values = backend.quantize(x, QuantSpec.symmetric(16, axes), scale=placed, nonfinite=nonfinite).codes
     coded = encode_tiles(backend, values.reshape(-1, tokens, width), table_set("gauss"), use_offsets=True)
     segments = []
     for index, tiles in enumerate(coded):
@@ -255,7 +258,7 @@ def _scales(largest: npt.NDArray[np.float32], bins: npt.NDArray[np.int64]) -> np
     return np.where(scale < SCALE_MIN, np.float32(1), scale)
 
 
-def _decode(backend: Backend, part: PartInfo, layers: list[list[CodedSegment]], group: GroupInfo) -> Array:
+def _decode(backend: Backend, part: PartInfo, layers: list[list[CodedSegment]], group: GroupInfo) -> Any:
     dtype, tokens, tables = to_dtype(part.dtype), group.rows, table_set("gauss")
     segments = [segment for layer in layers for segment in layer]
     readers = [Reader(segment.data) for segment in segments]
@@ -276,10 +279,20 @@ def _decode(backend: Backend, part: PartInfo, layers: list[list[CodedSegment]], 
     for reader in readers:
         reader.finish()
     codes = values.reshape(*shape, tokens, part.width)
-    if (np.abs(codes.astype(np.int32)) > (bins // 2 - 1)[:, :, None, None]).any():
+    if (_largest(backend, codes) > bins // 2 - 1).any():
         raise CorruptFrameError("a symbol outside the bins", reason="stream")
     spec = QuantSpec.symmetric(16, _AXES[per_head])
-    return host(backend.dequantize(Quantized(codes, scale), spec, dtype=dtype))
+    return backend.dequantize(Quantized(codes, near(backend, scale)), spec, dtype=dtype)
+
+
+def _largest(backend: Backend, codes: Any) -> Array:
+    """Return the largest magnitude of each segment's codes, ``[layers, heads]``."""
+    if not on_device(codes):
+        found: Array = np.abs(codes.astype(np.int32)).max(axis=(2, 3), initial=0)
+        return found
+    one = near(backend, np.ones((1, 1, 1, 1), np.float32))
+    values = backend.dequantize(Quantized(codes, one), QuantSpec.symmetric(16, (0, 1, 2, 3)))
+    return host(backend, backend.reduce_absmax(values, (2, 3)))[:, :, 0, 0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.places import Array, copied, row_major
 from kvcore.dtypes import to_dtype
 from kvcore.errors import LayoutError
 from kvcore.layout import Layout
@@ -23,8 +23,6 @@ from kvcore.ops import Backend
 from kvcore.rows import RowLayout
 
 __all__ = ["Array", "Codec", "CodedSegment", "Layers", "join_layers", "part_arrays", "put_part_arrays"]
-
-Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,9 @@ class Codec(Protocol):
     tables : bytes
         The first 8 bytes of the table set's SHA-256; zeros without.
     lossless : bool
+    on_device : bool, optional
+        Whether `encode` and `decode` also take rows in a device's memory: then they bring no more than coded bytes,
+        statistics and steps over the link. Without it a device's rows are copied over and coded on the host.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Codec(Protocol):
 
 
 def part_arrays(backend: Backend, rows: RowLayout, group: GroupInfo) -> dict[str, Array]:
-    """Copy rows out to one contiguous array for each part, ``[layers, heads, T, width]``.
+    """Copy rows out to one contiguous array for each part, ``[layers, heads, T, width]``, where the backend computes.
 
     The parts ``C`` and ``R`` of an MLA group (latent, RoPE part) are two ranges of the rows' one part ``C``; they come
     as views of one array.
@@ -118,12 +119,12 @@ def put_part_arrays(backend: Backend, arrays: dict[str, Array], group: GroupInfo
     """Undo `part_arrays`: copy arrays ``[layers, heads, T, width]`` of the parts' dtypes into rows."""
     for stored, parts in _stored_parts(group).items():
         desc = _part_desc(out.layers, group, stored, parts)
-        if len(parts) == 1 and arrays[stored].flags.c_contiguous:
+        if len(parts) == 1 and row_major(arrays[stored]):
             buffer = arrays[stored].reshape(-1).view(np.uint8)
         else:
             buffer = backend.runtime.empty((desc.nbytes,), np.dtype(np.uint8))
             for name, view in _split(buffer, out.layers, group, parts).items():
-                view[...] = arrays[name]
+                copied(backend, arrays[name], out=view)
         backend.convert_layout(desc.bind(buffer), out=out.select(parts=(stored,)))
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from kvcore.codecs.contract import Array, CodedSegment, Layers
+from kvcore.codecs.contract import CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
 from kvcore.codecs.nonfinite import check_policy
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
-from kvcore.codecs.tiling import host
+from kvcore.codecs.places import fetched, near, on_device
 from kvcore.dtypes import dtype_name, to_dtype
 from kvcore.errors import ConfigError, CorruptFrameError
 from kvcore.ops import Backend
@@ -49,6 +50,7 @@ class Fp8:
     nonfinite: str = "error"
     codec_id: int = field(default=4, init=False)
     chain: tuple[str, ...] = field(default=("fp8",), init=False)
+    on_device: bool = field(default=True, init=False)
     precision: int = field(default=0, init=False)
     tables: bytes = field(default=bytes(8), init=False)
     lossless: bool = field(default=False, init=False)
@@ -71,13 +73,16 @@ class Fp8:
         """See `Codec.encode`."""
         spec = QuantSpec.fp8(_PRESETS[self.name][1], _AXES)
 
-        def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
-            given = None if self.scaled else np.ones((*x.shape[:2], 1, 1), np.float32)
-            codes, scale, _ = backend.quantize(x, spec, scale=given, nonfinite=self.nonfinite)
+        def segments(part: PartInfo, x: Any) -> list[CodedSegment]:
+            given = None if self.scaled else near(backend, np.ones((*x.shape[:2], 1, 1), np.float32))
+            quantised = backend.quantize(x, spec, scale=given, nonfinite=self.nonfinite)
+            scale, codes = fetched(backend, [quantised.scale, quantised.codes])
+            if on_device(x):
+                backend.runtime.check()
             size = x.shape[2] * x.shape[3]
             return [
                 CodedSegment(s.astype("<f4").tobytes() + c.tobytes())
-                for s, c in zip(host(scale).reshape(-1), host(codes).reshape(-1, size), strict=True)
+                for s, c in zip(scale.reshape(-1), codes.reshape(-1, size), strict=True)
             ]
 
         return encode_parts(backend, rows, group, segments, codec=self.name, dtypes=FLOAT_DTYPES)
@@ -88,7 +93,7 @@ class Fp8:
         """See `Codec.decode`."""
         spec = QuantSpec.fp8(_PRESETS[self.name][1], _AXES)
 
-        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Array:
+        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Any:
             shape = (len(segments), group.head_count, group.rows, part.width)
             codes, scale = np.empty(shape, spec.code_dtype), np.empty((*shape[:2], 1, 1), np.float32)
             for place in np.ndindex(shape[:2]):
@@ -103,6 +108,7 @@ class Fp8:
                 raise CorruptFrameError("a scale outside 2**-100 .. 2**125", reason="stream")
             if not np.isfinite(codes.astype(np.float32)).all():
                 raise CorruptFrameError(f"a code of {dtype_name(spec.code_dtype)} that is not finite", reason="stream")
-            return host(backend.dequantize(Quantized(codes, scale), spec, dtype=to_dtype(part.dtype)))
+            quantised = Quantized(near(backend, codes), near(backend, scale))
+            return backend.dequantize(quantised, spec, dtype=to_dtype(part.dtype))
 
         decode_parts(backend, layers, group, out, values)

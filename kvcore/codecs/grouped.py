@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from kvcore.codecs.contract import Array, CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
 from kvcore.codecs.nonfinite import check_policy
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
-from kvcore.codecs.tiling import host
+from kvcore.codecs.places import copied, empty, filled, host, near, on_device
 from kvcore.dtypes import BFLOAT16, to_dtype
 from kvcore.errors import ConfigError, CorruptFrameError, QuantizationError
 from kvcore.ops import Backend
@@ -58,6 +59,7 @@ class Grouped:
     nonfinite: str = "error"
     codec_id: int = field(default=3, init=False)
     chain: tuple[str, ...] = field(default=("grouped",), init=False)
+    on_device: bool = field(default=True, init=False)
     precision: int = field(default=0, init=False)
     tables: bytes = field(default=bytes(8), init=False)
     lossless: bool = field(default=False, init=False)
@@ -79,7 +81,7 @@ class Grouped:
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """See `Codec.encode`."""
 
-        def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
+        def segments(part: PartInfo, x: Any) -> list[CodedSegment]:
             return _encode(backend, x.reshape(-1, *x.shape[2:]), self.preset, part.name in _KEYS, self.nonfinite)
 
         return encode_parts(backend, rows, group, segments, codec=self.name, dtypes=FLOAT_DTYPES)
@@ -89,7 +91,7 @@ class Grouped:
     ) -> None:
         """See `Codec.decode`."""
 
-        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Array:
+        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Any:
             shape = (group.rows, part.width)
             flat = [segment for layer in segments for segment in layer]
             x = _decode(backend, flat, self.preset, part.name in _KEYS, shape, part.dtype)
@@ -116,7 +118,7 @@ def _scale_shape(tokens: int, channels: int, by_channel: bool) -> tuple[int, int
     return (-(-tokens // GROUP), channels) if by_channel else (tokens, -(-channels // GROUP))
 
 
-def _grouped(x: Array, size: int, by_channel: bool) -> tuple[Array, int]:
+def _grouped(x: Any, size: int, by_channel: bool) -> tuple[Any, int]:
     """View ``[S, T, C]`` as groups of `size`, and return the axis along which a group's elements lie."""
     segments, tokens, channels = x.shape
     if by_channel:
@@ -124,25 +126,48 @@ def _grouped(x: Array, size: int, by_channel: bool) -> tuple[Array, int]:
     return x.reshape(segments, tokens, channels // size, size), 3
 
 
-def _encode(backend: Backend, x: Array, bits: int, by_channel: bool, nonfinite: str) -> list[CodedSegment]:
+def _encode(backend: Backend, x: Any, bits: int, by_channel: bool, nonfinite: str) -> list[CodedSegment]:
     count, tokens, channels = x.shape
-    codes = np.empty(x.shape, np.uint8)
+    codes = empty(backend, x.shape, np.uint8)
     scales = np.empty((count, *_scale_shape(tokens, channels, by_channel)), BFLOAT16)
     zeros = np.empty(scales.shape, "<i2")
     for t, c, row, column, size in _cuts(tokens, channels, by_channel):
-        piece, axis = _grouped(np.ascontiguousarray(x[:, t, c]), size, by_channel)
-        low, high = host(backend.reduce_minmax(piece, (axis,), nonfinite=nonfinite))
+        piece, axis = _grouped(x[:, t, c] if on_device(x) else np.ascontiguousarray(x[:, t, c]), size, by_channel)
+        low, high = host(backend, backend.reduce_minmax(piece, (axis,), nonfinite=nonfinite))
         scale = _scales(low, high, bits)
-        spec = QuantSpec.symmetric(16, (axis,))
-        coded = backend.quantize(piece, spec, scale=scale.astype(np.float32), nonfinite=nonfinite)
-        integers = host(coded.codes).astype(np.int32)
-        zero = integers.min(axis=axis, keepdims=True)
-        # The last code may be one too many where both ends of a group were halves: held, it is off by no more.
-        held = np.minimum(integers - zero, (1 << bits) - 1)
-        codes[:, t, c] = held.reshape(codes[:, t, c].shape)
+        wide, spec = scale.astype(np.float32), QuantSpec.symmetric(16, (axis,))
+        integers = backend.quantize(piece, spec, scale=near(backend, wide), nonfinite=nonfinite).codes
+        # Rounding keeps order: the least and the largest integer are those of the least and the largest value.
+        zero, last = (np.rint(end * (np.float32(1) / wide)).astype(np.int32) for end in (low, high))
+        target, _ = _grouped(codes[:, t, c], size, by_channel)
+        _store_codes(backend, integers, zero, last, (1 << bits) - 1, target)
         scales[:, row, column], zeros[:, row, column] = scale.squeeze(axis), zero.squeeze(axis)
-    packed = host(backend.pack_bits(codes.reshape(count, -1), bits))
+    packed = host(backend, backend.pack_bits(codes.reshape(count, -1), bits))
     return [CodedSegment(b"".join(a[s].tobytes() for a in (scales, zeros, packed))) for s in range(count)]
+
+
+def _store_codes(
+    backend: Backend, integers: Any, zero: npt.NDArray[np.int32], last: npt.NDArray[np.int32], q: int, out: Any
+) -> None:
+    """Write what integers are above the zero point of their group, as uint8, to `out`."""
+    # The last code may be one too many where both ends of a group were halves: held, it is off by no more.
+    held = bool((last - zero > q).any())
+    if held or not on_device(integers):
+        codes = np.minimum(host(backend, integers) - zero, q).astype(np.uint8)
+        copied(backend, near(backend, codes), out=out)
+        return
+    # A device subtracts where it dequantises, from bytes: the lowest byte of their difference is the code.
+    there, low = near(backend, zero & 0xFF), _low_bytes(integers)
+    axes = tuple(i for i, (n, z) in enumerate(zip(integers.shape, zero.shape, strict=True)) if n != z)
+    one = filled(backend, 1, zero.shape, np.float32)
+    difference = backend.dequantize(Quantized(low, one, there), QuantSpec.affine(8, axes))
+    exact = backend.quantize(difference, QuantSpec.symmetric(16, axes), scale=one).codes
+    copied(backend, _low_bytes(exact), out=out)
+
+
+def _low_bytes(integers: Any) -> Any:
+    """View the lowest byte of each int16 of a device."""
+    return integers.view(np.uint8).reshape(*integers.shape, 2)[..., 0]
 
 
 def _scales(low: npt.NDArray[np.float32], high: npt.NDArray[np.float32], bits: int) -> Array:
@@ -161,7 +186,7 @@ def _scales(low: npt.NDArray[np.float32], high: npt.NDArray[np.float32], bits: i
 
 def _decode(
     backend: Backend, segments: list[CodedSegment], bits: int, by_channel: bool, shape: tuple[int, int], dtype: str
-) -> Array:
+) -> Any:
     elements, groups = shape[0] * shape[1], _scale_shape(*shape, by_channel)
     scales, zeros = np.empty((len(segments), *groups), np.float32), np.empty((len(segments), *groups), np.int32)
     packed = np.empty((len(segments), -(-elements * bits // 8)), np.uint8)
@@ -179,12 +204,11 @@ def _decode(
         raise CorruptFrameError("a scale outside 2**-100 .. 2**125", reason="stream")
     if zeros.max() > np.iinfo(np.int16).max - (1 << bits) + 1:
         raise CorruptFrameError(f"a zero point of {zeros.max()} is beyond those of 16-bit codes", reason="stream")
-    codes = host(backend.unpack_bits(packed, bits, elements)).reshape(-1, *shape)
-    x = np.empty(codes.shape, to_dtype(dtype))
+    codes = backend.unpack_bits(near(backend, packed), bits, elements).reshape(-1, *shape)
+    x = empty(backend, codes.shape, to_dtype(dtype))
     for t, c, row, column, size in _cuts(*shape, by_channel):
         piece, axis = _grouped(codes[:, t, c], size, by_channel)
-        scale, zero = (np.expand_dims(a[:, row, column], axis) for a in (scales, zeros))
-        integers = (piece + zero).astype(np.int16)
-        values = backend.dequantize(Quantized(integers, scale), QuantSpec.symmetric(16, (axis,)), dtype=x.dtype)
-        x[:, t, c] = host(values).reshape(x[:, t, c].shape)
+        target, _ = _grouped(x[:, t, c], size, by_channel)
+        scale, negative = (near(backend, np.expand_dims(a[:, row, column], axis)) for a in (scales, -zeros))
+        backend.dequantize(Quantized(piece, scale, negative), QuantSpec.affine(8, (axis,)), out=target)
     return x

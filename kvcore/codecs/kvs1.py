@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.codecs.contract import Array, CodedSegment, Layers
+from kvcore.codecs.contract import CodedSegment, Layers
 from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
 from kvcore.codecs.nonfinite import TOO_LARGE, check_finite, check_policy, largest_by_row, saturated
 from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
+from kvcore.codecs.places import copied, empty, near, on_device, put_rows, taken_rows
 from kvcore.codecs.segments import MAX_RAW_ROWS, Decoded, StepRule, chunks_of, decode_segments, encode_segments
 from kvcore.codecs.tables import table_set
 from kvcore.dtypes import to_dtype
 from kvcore.entropy import TILE_TOKENS
 from kvcore.errors import CorruptFrameError, QuantizationError, UnsupportedOpError
-from kvcore.ops import Backend
+from kvcore.ops import Backend, of_all_streams
 from kvcore.rope import RopeParams, rope_table
 from kvcore.rows import RowLayout
 
@@ -44,7 +46,7 @@ PRESETS = {"high": Preset(1, -23, -22), "balanced": Preset(2, -14, -13), "small"
 
 @dataclass(frozen=True, slots=True)
 class Kvs1:
-    """KVS1 at one preset.
+    """KVS1 at one preset. It codes in a device's memory, whatever the policy.
 
     Parameters
     ----------
@@ -67,6 +69,7 @@ class Kvs1:
     codec_id: int = field(default=1, init=False)
     lossless: bool = field(default=False, init=False)
     chain: tuple[str, ...] = field(default=("kvs1",), init=False)
+    on_device: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         check_policy(self.name, self.nonfinite, raw_rows=True)
@@ -99,7 +102,7 @@ class Kvs1:
         """See `Codec.encode`. A row at position 0 of a sequence is stored as it is."""
         rotation = _rotation(group)
 
-        def segments(part: PartInfo, x: Array) -> list[CodedSegment]:
+        def segments(part: PartInfo, x: Any) -> list[CodedSegment]:
             flat = x.reshape(-1, *x.shape[2:])
             return self._encode_part(backend, part, flat, group, rotation if part.name in _KEYS else None)
 
@@ -110,7 +113,7 @@ class Kvs1:
     ) -> None:
         """See `Codec.decode`."""
 
-        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Array:
+        def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Any:
             flat = _decode_part(backend, part, [s for layer in segments for s in layer], group)
             return flat.reshape(len(segments), -1, *flat.shape[1:])
 
@@ -123,11 +126,11 @@ class Kvs1:
         return StepRule(preset.leveled, self.levels[0 if part.name in _KEYS else 1])
 
     def _encode_part(
-        self, backend: Backend, part: PartInfo, x: Array, group: GroupInfo, rotation: RopeParams | None
+        self, backend: Backend, part: PartInfo, x: Any, group: GroupInfo, rotation: RopeParams | None
     ) -> list[CodedSegment]:
         """Encode one part, ``[layers * heads, T, width]``: 256 tokens at a time, all layers and heads at once."""
         heads = group.head_count
-        owners = [f"layer {group.layers[i // heads]}, head {group.head_start + i % heads}" for i in range(len(x))]
+        owners = [f"layer {group.layers[i // heads]}, head {group.head_start + i % heads}" for i in range(x.shape[0])]
         pieces = []
         for start, stop in _chunks(group.rows):
             piece, position = x[:, start:stop], group.base_position + start
@@ -151,24 +154,27 @@ class Kvs1:
         ]
 
     def _without_nonfinite(
-        self, backend: Backend, x: Array, first_raw: bool, names: Sequence[str]
-    ) -> tuple[Array, list[list[int]]]:
+        self, backend: Backend, x: Any, first_raw: bool, names: Sequence[str]
+    ) -> tuple[Any, list[list[int]]]:
         """Return a chunk ``[S, T, C]`` as it is quantised, and each segment's raw rows, as the policy has it."""
         tokens, first = x.shape[1], [0] if first_raw else []
         anyway = tokens if tokens <= MAX_RAW_ROWS else len(first)  # rows from 0 on that are raw whatever they hold
         if self.nonfinite == "error":
             if anyway:  # of all others `encode_segments` tells
                 check_finite(largest_by_row(backend, x[:, :anyway]), names)
-            return x, [first] * len(x)
+            return x, [first] * x.shape[0]
         largest = largest_by_row(backend, x)
         bad = ~np.isfinite(largest) if self.nonfinite == "saturate" else ~(largest < TOO_LARGE)
         if not bad.any():
-            return x, [first] * len(x)
-        held = x.copy()
+            return x, [first] * x.shape[0]
+        held, places = copied(backend, x), [(int(s), int(t)) for s, t in np.argwhere(bad)]
         if self.nonfinite == "saturate":
-            held[bad] = saturated(x[bad])
-            return held, [first] * len(x)
-        held[bad] = 0
+            rows_there = taken_rows(backend, x, places)
+            if on_device(x):
+                backend.runtime.check()
+            put_rows(backend, held, places, saturated(rows_there))
+            return held, [first] * x.shape[0]
+        put_rows(backend, held, places, np.zeros((1, x.shape[2]), x.dtype))
         rows = [sorted({*first, *np.flatnonzero(one).tolist()}) for one in bad]
         for s, chosen in enumerate(rows):
             if len(chosen) > MAX_RAW_ROWS:
@@ -181,11 +187,11 @@ class Kvs1:
         return held, rows
 
 
-def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegment], group: GroupInfo) -> Array:
+def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegment], group: GroupInfo) -> Any:
     dtype = to_dtype(part.dtype)
     if part.dtype not in FLOAT_DTYPES:
         raise CorruptFrameError(f"KVS1 does not write {part.dtype}", reason="layout")
-    result = np.empty((len(segments), group.rows, part.width), dtype)
+    result = empty(backend, (len(segments), group.rows, part.width), dtype)
     fused = backend.fused("decode_segments")
     if fused is not None:
         static: dict[str, Any] = {"tables": table_set("gauss"), "channels": part.width, "dtype": dtype}
@@ -215,7 +221,7 @@ def _decode_part(backend: Backend, part: PartInfo, segments: Sequence[CodedSegme
     return result
 
 
-def _put_back(backend: Backend, part: PartInfo, decoded: Decoded, group: GroupInfo, start: int, target: Array) -> None:
+def _put_back(backend: Backend, part: PartInfo, decoded: Decoded, group: GroupInfo, start: int, target: Any) -> None:
     """Turn decoded values ``[S, T, C]`` into elements: RoPE put on where it was taken off, rounding, raw rows."""
     if decoded.unroped:
         rotation = _rotation(group)
@@ -223,11 +229,11 @@ def _put_back(backend: Backend, part: PartInfo, decoded: Decoded, group: GroupIn
             raise CorruptFrameError(f"part {part.name} has RoPE taken off, but no RoPE to put on", reason="stream")
         _turn(backend, decoded.values, rotation, 1, group.base_position + start, out=target)
     else:
-        still = np.empty((target.shape[1], 0), np.float32)  # turned by nothing: rounded, saturating
+        still = empty(backend, (target.shape[1], 0), np.float32)  # turned by nothing: rounded, saturating
         backend.shift_rope(decoded.values[:, :, None], still, still, out=target[:, :, None])
-    for one, rows, raw in zip(target, decoded.rows, decoded.raw, strict=True):
-        if rows:
-            one[rows] = raw
+    places = [(s, row) for s, rows in enumerate(decoded.rows) for row in rows]
+    if places:
+        put_rows(backend, target, places, np.concatenate([raw for raw in decoded.raw if len(raw)]))
 
 
 def _chunks(tokens: int) -> list[tuple[int, int]]:
@@ -235,14 +241,34 @@ def _chunks(tokens: int) -> list[tuple[int, int]]:
     return [(start, min(start + TILE_TOKENS, tokens)) for start in range(0, tokens, TILE_TOKENS)]
 
 
-def _turn(
-    backend: Backend, x: Array, rotation: RopeParams, sign: int, position: int, *, out: Array | None = None
-) -> Array:
+def _turn(backend: Backend, x: Any, rotation: RopeParams, sign: int, position: int, *, out: Any = None) -> Any:
     """Rotate keys ``[S, T, C]`` by their positions, forwards (1) or back (-1)."""
-    cos, sin = rope_table(rotation, sign * np.arange(position, position + x.shape[1], dtype=np.int64))
-    target = np.empty(x.shape, np.float32) if out is None else out
-    backend.shift_rope(x[:, :, None], cos, sin, interleaved=rotation.interleaved, out=target[:, :, None])
+    table = _placed_table(backend, x, rotation, sign, position)
+    target = empty(backend, x.shape, np.float32) if out is None else out
+    backend.shift_rope(x[:, :, None], *table, interleaved=rotation.interleaved, out=target[:, :, None])
     return target
+
+
+def _placed_table(backend: Backend, x: Any, rotation: RopeParams, sign: int, start: int) -> tuple[Any, Any]:
+    """Return `rope_table` for the positions of tokens ``[S, T, C]``, from one on, where they are."""
+    stop = start + x.shape[1]
+    if not on_device(x):
+        return rope_table(rotation, sign * np.arange(start, stop, dtype=np.int64))
+    cos, sin, sent = _sent_table(of_all_streams(backend), x.device, rotation, sign, start, stop)
+    backend.runtime.wait(sent)
+    return cos, sin
+
+
+@functools.lru_cache(maxsize=64)
+def _sent_table(
+    backend: Backend, device: str, rotation: RopeParams, sign: int, start: int, stop: int
+) -> tuple[Any, Any, Any]:
+    """Send a table to a device, which is the current one, and return it with the event after which it is there.
+
+    It is kept, since a chunk that is coded layer by layer would send it with each, and it is as large as a head's keys.
+    """
+    cos, sin = rope_table(rotation, sign * np.arange(start, stop, dtype=np.int64))
+    return near(backend, cos), near(backend, sin), backend.runtime.record()
 
 
 _warned: set[str] = set()

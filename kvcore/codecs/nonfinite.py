@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.codecs.contract import Array
-from kvcore.codecs.tiling import host
+from kvcore.codecs.places import Array, host
 from kvcore.dtypes import finite_max
 from kvcore.errors import ConfigError, QuantizationError
 from kvcore.ops import Backend
@@ -31,9 +31,9 @@ def check_policy(codec: str, nonfinite: str, *, raw_rows: bool = False) -> None:
         raise ConfigError(f"codec {codec} has no policy nonfinite={nonfinite!r}{why}; it has {', '.join(known)}")
 
 
-def largest_by_row(backend: Backend, x: Array) -> npt.NDArray[np.float32]:
+def largest_by_row(backend: Backend, x: Any) -> npt.NDArray[np.float32]:
     """Return the largest magnitude in each row of ``[S, T, C]``: not finite where a value is not."""
-    largest: npt.NDArray[np.float32] = host(backend.reduce_absmax(x, (2,), nonfinite="propagate"))[:, :, 0]
+    largest: npt.NDArray[np.float32] = host(backend, backend.reduce_absmax(x, (2,), nonfinite="propagate"))[:, :, 0]
     return largest
 
 

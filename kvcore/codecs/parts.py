@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvcore.codecs.contract import Array, CodedSegment, Layers, join_layers, part_arrays, put_part_arrays
 from kvcore.codecs.frame_values import GroupInfo, PartInfo
+from kvcore.codecs.places import empty, on_device
 from kvcore.dtypes import to_dtype
 from kvcore.errors import CorruptFrameError, QuantizationError, UnsupportedOpError
 from kvcore.ops import Backend
@@ -19,9 +20,11 @@ __all__ = ["FLOAT_DTYPES", "DecodePart", "EncodePart", "Reader", "decode_parts",
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 """What lossy codecs take."""
 
-EncodePart: TypeAlias = Callable[[PartInfo, Array], Sequence[CodedSegment]]
-"""A part and its array ``[layers, heads, T, width]`` in; segments by layer, then head, out."""
-DecodePart: TypeAlias = Callable[[PartInfo, list[list[CodedSegment]]], Array]
+EncodePart: TypeAlias = Callable[[PartInfo, Any], Sequence[CodedSegment]]
+"""A part and its array ``[layers, heads, T, width]`` in; segments by layer, then head, out.
+
+On a device the array may be a view of wider rows."""
+DecodePart: TypeAlias = Callable[[PartInfo, list[list[CodedSegment]]], Any]
 """A part and its segments by layer, then head, in; an array ``[layers, heads, T, width]`` of the part's dtype out."""
 
 
@@ -58,7 +61,8 @@ def encode_parts(
     arrays, coded = part_arrays(backend, rows, group), []
     for part in group.parts:
         try:
-            coded.append(encode(part, np.ascontiguousarray(arrays[part.name])))
+            array = arrays[part.name]
+            coded.append(encode(part, array if on_device(array) else np.ascontiguousarray(array)))
         except QuantizationError as error:
             raise QuantizationError(
                 f"codec {codec} cannot hold part {part.name} [layer, head, token, channel]: {error}; "
@@ -88,7 +92,7 @@ def decode_parts(
     for index, part in enumerate(group.parts):
         segments = [list(layer[index * heads : (index + 1) * heads]) for layer in layers]
         shape = (len(layers), heads, group.rows, part.width)
-        arrays[part.name] = decode(part, segments) if segments else np.empty(shape, to_dtype(part.dtype))
+        arrays[part.name] = decode(part, segments) if segments else empty(backend, shape, to_dtype(part.dtype))
     put_part_arrays(backend, arrays, group, out)
 
 

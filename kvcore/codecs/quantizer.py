@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvcore.errors import QuantizationError
 
-__all__ = ["K_MAX", "MULTIPLIERS", "TARGET_BITS", "fit_codes", "rms_exponent", "steps", "token_multipliers"]
+__all__ = ["K_MAX", "MULTIPLIERS", "TARGET_BITS", "fit_codes", "fits", "rms_exponent", "steps", "token_multipliers"]
 
 TARGET_BITS = 14
 """Values are scaled by the power of two that brings their largest magnitude under ``2**14``, then rounded."""
@@ -80,6 +80,18 @@ def steps(index: Ints) -> Floats:
     return scaled
 
 
+def fits(k: Ints, multipliers: Ints, largest: Floats) -> bool:
+    """Tell whether `fit_codes` would give k as it is, but for those below 0; `largest` may be more than the values."""
+    return bool((k <= K_MAX).all()) and not _too_fine(np.clip(k, 0, None), multipliers, largest).any()
+
+
+def _too_fine(k: Ints, multipliers: Ints, largest: Floats) -> npt.NDArray[np.bool_]:
+    """Whether a value of a segment is beyond int16 with its step."""
+    with np.errstate(over="ignore"):
+        inverse = np.float32(1) / steps(np.minimum(k, K_MAX)[:, None] + 2 * multipliers)
+        return np.asarray((np.rint(largest * inverse) > CODE_MAX).any(axis=1))
+
+
 def fit_codes(k: Ints, multipliers: Ints, largest: Floats, names: Sequence[str]) -> Ints:
     """Raise k where it must be, to the least one for which every value rounds to an int16: nothing is ever clamped.
 
@@ -104,9 +116,7 @@ def fit_codes(k: Ints, multipliers: Ints, largest: Floats, names: Sequence[str])
     """
     k = np.clip(k, 0, None)
     while True:
-        with np.errstate(over="ignore"):
-            inverse = np.float32(1) / steps(np.minimum(k, K_MAX)[:, None] + 2 * multipliers)
-            over = (np.rint(largest * inverse) > CODE_MAX).any(axis=1)
+        over = _too_fine(k, multipliers, largest)
         bad = np.flatnonzero(k + over > K_MAX)
         if bad.size:
             raise QuantizationError(

@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.codecs.contract import Array, CodedSegment
-from kvcore.codecs.nonfinite import check_finite, largest_by_row
 from kvcore.codecs.parts import Reader
-from kvcore.codecs.quantizer import MULTIPLIERS, TARGET_BITS, fit_codes, rms_exponent, steps, token_multipliers
-from kvcore.codecs.tiling import decode_tiles, encode_tiles, host, tile_count
+from kvcore.codecs.places import Place, copied, empty, on_device, put_rows, taken_rows
+from kvcore.codecs.quantizer import MULTIPLIERS
+from kvcore.codecs.step_choice import StepRule, choose_steps, placed_steps
+from kvcore.codecs.tiling import decode_tiles, encode_tiles, tile_count
 from kvcore.dtypes import BFLOAT16
 from kvcore.entropy import TILE_CHANNELS, TILE_TOKENS, TableSet, tile_bytes
 from kvcore.errors import CorruptFrameError, LayoutError
@@ -61,33 +62,13 @@ class SegmentFlags(IntFlag):
 
 
 @dataclass(frozen=True, slots=True)
-class StepRule:
-    """How a preset turns R into a step.
-
-    Parameters
-    ----------
-    constant : int
-        Eighths of an octave: the step is ``R * 2**(constant / 8)``.
-    level : int, optional
-        The model's level c on the same grid; then the step is ``sqrt(R * 2**(c/8)) * 2**(constant / 8)``.
-    """
-
-    constant: int
-    level: int | None = None
-
-    def k(self, j: int) -> int:
-        """Return k for an R of ``2**(j/8)``."""
-        return 128 + self.constant + (j if self.level is None else -(-(j + self.level) // 2))
-
-
-@dataclass(frozen=True, slots=True)
 class Decoded:
     """A chunk of S segments.
 
     Parameters
     ----------
     values : float32 array ``[S, T, C]``
-        Still without RoPE if `unroped`. Raw rows hold nothing of use.
+        Where the backend computes. Still without RoPE if `unroped`. Raw rows hold nothing of use.
     rows : list of list of int
         Numbers of each segment's raw rows.
     raw : list of array ``[rows of the segment, C]``
@@ -97,7 +78,7 @@ class Decoded:
         Tiles that each segment took from its directory: none where all rows are raw.
     """
 
-    values: Array
+    values: Any
     rows: list[list[int]]
     raw: list[Array]
     unroped: bool
@@ -121,7 +102,8 @@ def encode_segments(
     ----------
     backend : Backend
     x : float16, bfloat16 or float32 array ``[S, T, C]``
-        T of 1 to 256. With `unroped` it is keys with RoPE taken off. Raw rows may hold anything, NaN too.
+        Where the backend computes; of what is on a device, coded bytes and statistics leave it. T of 1 to 256. With
+        `unroped` it is keys with RoPE taken off. Raw rows may hold anything, NaN too.
     tables : TableSet
     rule : StepRule
     raw_rows : sequence of sequence of int
@@ -154,25 +136,28 @@ def encode_segments(
             x, tables=tables, rule=rule, raw_rows=rows, raw_values=raw_values, unroped=unroped, names=names
         )
         return coded
-    source = host(x if raw_values is None else raw_values)
     names = names or [f"segment {s}" for s in range(count)]
     quantised = [s for s in range(count) if tokens > MAX_RAW_ROWS and tokens - len(rows[s]) >= 2]
+    whole = sorted(set(range(count)) - set(quantised))
+    stored = {**{s: rows[s] for s in quantised}, **{s: list(range(tokens)) for s in whole}}
+    raw = _RawRows(backend, x if raw_values is None else raw_values, stored)
     segments: dict[int, CodedSegment] = {}
     if quantised:
         skip = np.zeros((len(quantised), tokens), np.bool_)
         for i, s in enumerate(quantised):
             skip[i, rows[s]] = True
-        if skip.any() or len(quantised) < count:
-            x = x[quantised]
-            x[skip] = 0
-        k, multipliers = _choose_steps(backend, x, skip, rule, [names[s] for s in quantised])
-        scale = steps(k[:, None] + 2 * multipliers)[:, :, None]
-        values = host(backend.quantize(x, _SPEC, scale=scale).codes)
+        if skip.any() or whole:
+            x = _without_rows(backend, x, quantised, skip)
+        k, multipliers = choose_steps(backend, x, skip, rule, [names[s] for s in quantised])
+        scale = placed_steps(backend, k[:, None] + 2 * multipliers)
+        values = backend.quantize(x, _SPEC, scale=scale).codes
         made = encode_tiles(backend, values, tables, use_offsets=True, skip=skip.astype(np.uint8))
         for i, s in enumerate(quantised):
-            head = _head(int(k[i]), multipliers[i], flags, rows[s], source[s])
+            head = _head(int(k[i]), multipliers[i], flags, rows[s], raw.of(s))
             segments[s] = CodedSegment(head + made[i].data, made[i].tiles)
-    return [segments[s] if s in segments else _all_raw(source[s], flags) for s in range(count)]
+    elif on_device(x):
+        backend.runtime.check()  # nothing else has waited for the raw rows
+    return [segments[s] if s in segments else _all_raw(raw.of(s), flags) for s in range(count)]
 
 
 def decode_segments(
@@ -212,7 +197,7 @@ def decode_segments(
     if len(unroped) > 1:
         raise CorruptFrameError("RoPE is taken off in some segments of a part, and not in others", reason="stream")
     coded = [s for s, h in enumerate(heads) if not h.flags & SegmentFlags.ALL_RAW]
-    values, taken = np.zeros((len(heads), tokens, channels), np.float32), [0] * len(heads)
+    values, taken = empty(backend, (len(heads), tokens, channels), np.float32), [0] * len(heads)
     if coded:
         count = tile_count(tokens, channels)
         y = decode_tiles(
@@ -225,11 +210,11 @@ def decode_segments(
             use_offsets=True,
         )
         index = np.array([heads[s].k + 2 * heads[s].multipliers for s in coded], np.int64)
-        decoded = host(backend.dequantize(Quantized(y, steps(index)[:, :, None]), _SPEC))
-        if len(coded) == len(heads):
-            values = decoded
-        else:
-            values[coded] = decoded
+        scale = placed_steps(backend, index)
+        for start, stop in _runs(coded):  # where all segments are coded, and mostly they are, there is one
+            own = coded.index(start)
+            part = slice(own, own + stop - start)
+            backend.dequantize(Quantized(y[part], scale[part]), _SPEC, out=values[start:stop])
         for s in coded:
             taken[s] = count
     return Decoded(values, [h.rows for h in heads], [h.raw for h in heads], unroped.pop(), taken)
@@ -292,27 +277,46 @@ def raw_rows_of(
     return found
 
 
-def _choose_steps(
-    backend: Backend, x: Any, skip: npt.NDArray[np.bool_], rule: StepRule, names: Sequence[str]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return k ``[S]`` and the multipliers ``[S, T]``, 0 for raw rows: those of `skip`, which are zeros in `x`."""
-    count, tokens, channels = x.shape
-    largest = largest_by_row(backend, x)
-    check_finite(largest, names)
-    top = largest.max(axis=1)
-    exponent = np.where(top > 0, TARGET_BITS - np.frexp(top)[1], 0).astype(np.int32)
-    by_channel = host(backend.reduce_moments(x, exponent[:, None, None], (1,)))[:, :, 0]
-    by_token = host(backend.reduce_moments(x, exponent[:, None, None], (2,)))[1, :, :, 0]
-    kept = tokens - skip.sum(axis=1)
-    # T * sum of squares stays below 2**45 for a channel, and so does the sum over channels below 2**63.
-    spread = (kept[:, None] * by_channel[1] - by_channel[0] ** 2).sum(axis=-1)
-    k, multipliers = np.zeros(count, np.int64), np.zeros((count, tokens), np.int64)
-    for s in np.flatnonzero(top):
-        j = rms_exponent(int(spread[s]), int(kept[s]), channels)
-        k[s] = rule.k(j - 8 * int(exponent[s]))
-        multipliers[s] = token_multipliers(by_token[s], j, channels)
-    multipliers[skip] = 0
-    return fit_codes(k, multipliers, largest, names), multipliers
+def _without_rows(backend: Backend, x: Any, segments: Sequence[int], skip: npt.NDArray[np.bool_]) -> Any:
+    """Copy some segments of ``[S, T, C]``, with zeros in the rows of `skip`."""
+    if not on_device(x):
+        x = x[list(segments)]
+        x[skip] = 0
+        return x
+    held = empty(backend, (len(segments), *x.shape[1:]), x.dtype)
+    for start, stop in _runs(segments):
+        own = segments.index(start)
+        copied(backend, x[start:stop], out=held[own : own + stop - start])
+    put_rows(backend, held, [(int(s), int(t)) for s, t in np.argwhere(skip)], np.zeros((1, x.shape[2]), x.dtype))
+    return held
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ranges that ascending numbers make up."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n:
+            runs[-1] = runs[-1][0], n + 1
+        else:
+            runs.append((n, n + 1))
+    return runs
+
+
+class _RawRows:
+    """The raw rows of segments, on the host when somebody waits."""
+
+    def __init__(self, backend: Backend, source: Any, rows: dict[int, list[int]]) -> None:
+        self._first: dict[int, tuple[int, int]] = {}
+        places: list[Place] = []
+        for s, own in rows.items():
+            self._first[s] = len(places), len(places) + len(own)
+            places += [(s, row) for row in own]
+        self._rows = taken_rows(backend, source, places)
+
+    def of(self, segment: int) -> Array:
+        """Return a segment's rows ``[rows, C]``."""
+        start, stop = self._first[segment]
+        return self._rows[start:stop]
 
 
 def _check_shape(shape: Sequence[int], dtype: np.dtype[Any]) -> None:
@@ -340,11 +344,11 @@ def _all_raw(source: Array, flags: SegmentFlags) -> CodedSegment:
     return CodedSegment(data + bytes(-len(data) % 4), ())
 
 
-def _head(k: int, multipliers: Array, flags: SegmentFlags, rows: list[int], source: Array) -> bytes:
+def _head(k: int, multipliers: Array, flags: SegmentFlags, rows: list[int], raw: Array) -> bytes:
     nibbles = (multipliers - MULTIPLIERS[0]).astype(np.uint8)
     nibbles = np.append(nibbles, np.zeros(len(nibbles) % 2, np.uint8))
     head = bytes([k, flags, len(rows), 0, *rows]) + (nibbles[0::2] | nibbles[1::2] << 4).tobytes()
-    head += source[rows].tobytes()
+    head += raw.tobytes()
     return head + bytes(-len(head) % 4)
 
 

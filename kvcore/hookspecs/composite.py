@@ -2,7 +2,8 @@
 
 None of them has to be there. A fused implementation is used wherever the composition would be, and gives the same
 bytes: its definition is the composition's code, named below. It is marked with `@kvcore.hookimpl` and named after its
-spec, like an op; a device's backend fuses so that only coded bytes cross the link to the host.
+spec, like an op. Of a device's memory the composition brings only coded bytes over the link, as a fused one has to; a
+fused one saves launches and waits.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class OpsBase:
         return None if binding is None else binding.function
 
     def explain(self) -> Explanation:
-        """Return every candidate with the reason it was or was not taken."""
-        return self._explanation
+        """Return every candidate with the reason it was or was not taken, and what of the taken one does not load."""
+        return self._explanation.remarked(self._linked.remark)
 
     def refusal(self, op: str, *, dtype: object = None, layout: str | None = None) -> str | None:
         """Return why this backend itself does not do an op, or None if it does.

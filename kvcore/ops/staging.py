@@ -2,7 +2,7 @@
 
 What is composed on the host (codecs put segments and frames together there) calls ops with host arrays. A device cannot
 reach those; `on_host` gives its backend a form that can be called with them all the same. It is the slow and safe way,
-which works for every backend; a backend that has fused composites never takes it.
+which works for every backend. Codecs that can be run on a device's memory do not take it (`kvcore.codecs.composites`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvcore.arrays import ArrayRef, host_array, overlap, same_view
 from kvcore.errors import LayoutError, UnsupportedOpError
 from kvcore.hookspecs import op_names
 from kvcore.ops.backend import Backend, open_host
+from kvcore.ops.streams import StreamBackend
 from kvcore.rows import RowLayout
 
 __all__ = ["StagedBackend", "fetch", "on_host", "send"]
@@ -27,12 +28,16 @@ _BUFFERS = (bytes, bytearray, memoryview)
 
 def on_host(backend: Backend) -> Backend:
     """Return a backend whose ops take arrays in host memory: itself where it computes there, else a `StagedBackend`."""
-    return backend if "cpu" in backend.spec.device_types else _staged_backend(backend)
+    if "cpu" in backend.spec.device_types:
+        return backend
+    if isinstance(backend, StreamBackend):  # one for each call, perhaps
+        return StagedBackend(backend, _staged_backend(backend.device))
+    return _staged_backend(backend)
 
 
 @functools.lru_cache(maxsize=8)
 def _staged_backend(device: Backend) -> StagedBackend:
-    return StagedBackend(device)
+    return StagedBackend(device, open_host())
 
 
 def fetch(backend: Backend, array: Any) -> np.ndarray[Any, Any]:
@@ -86,11 +91,12 @@ class StagedBackend(Backend):
     ----------
     device : Backend
         Of the device.
+    host : Backend
+        Does what the device does not.
     """
 
-    def __init__(self, device: Backend) -> None:
+    def __init__(self, device: Backend, host: Backend) -> None:
         self._device = device
-        host = open_host()
         super().__init__(host._linked, device.explain(), host._fallback, host._no_fallback)
 
     @property
@@ -120,11 +126,15 @@ def _staged(op: str) -> Callable[..., Any]:
             )
         if self._device.refusal(op) is not None or _holds_rows((args, out)):
             return method(self, *args, out=out, **kwargs)
-        digests = kwargs.pop("digests", None)  # of copy_batch: it is written, as `out` is
+        inputs = {n: v for n, v in kwargs.items() if n != "digests"}  # of copy_batch: they are written, as `out` is
         staging = _Staging(self._device)
-        placed = staging.place((args, kwargs))
-        written = {n: staging.place_out(v) for n, v in (("out", out), ("digests", digests)) if v is not None}
-        result = getattr(self._device, op)(*placed[0], **placed[1], **written)
+        placed = staging.place((args, inputs))
+        results = {"out": out, "digests": kwargs.get("digests")}
+        written = {n: staging.place_out(v) for n, v in results.items() if v is not None}
+        try:
+            result = getattr(self._device, op)(*placed[0], **placed[1], **written)
+        except UnsupportedOpError:  # it does the op, and not of this element type
+            return method(self, *args, out=out, **kwargs)
         self._device.runtime.check()
         staging.bring_back()
         return _map(result, lambda a: fetch(self._device, a)) if out is None else out

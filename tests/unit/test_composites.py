@@ -154,3 +154,22 @@ def test_a_fused_composite_is_held_to_its_hookspec():
 
     with pytest.raises(BackendLoadError, match=r"kvcore_fused_gather_encode.*does not follow its hookspec"):
         fusing("wrong", gather_encode=gather)
+
+
+def test_a_stream_reaches_fused_composites(reference):
+    calls = []
+
+    def gather(src, index, *, codec, group, unit="slot", stream=None, workspace=None):
+        calls.append(stream)
+
+    def scatter(layers, index, *, codec, group, unit="slot", out, stream=None, workspace=None):
+        calls.append(stream)
+
+    backend, stream = fusing("streams", gather_encode=gather, decode_scatter=scatter), object()
+    layers = gather_encode(backend, get_codec("int4"), bound(cache(0)), slots(), GROUP, stream=stream)
+    assert layers == gather_encode(reference, get_codec("int4"), bound(cache(0)), slots(), GROUP)
+    target, known = cache(), cache()
+    decode_scatter(backend, get_codec("int4"), layers, slots(), GROUP, bound(target), stream=stream)
+    decode_scatter(reference, get_codec("int4"), layers, slots(), GROUP, bound(known))
+    assert [t.tobytes() for t in target] == [k.tobytes() for k in known]
+    assert calls == [stream, stream]

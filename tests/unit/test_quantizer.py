@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.codecs.quantizer import MULTIPLIERS, fit_codes, rms_exponent, steps, token_multipliers
+from kvcore.codecs.quantizer import MULTIPLIERS, fit_codes, fits, rms_exponent, steps, token_multipliers
 from kvcore.errors import QuantizationError
 
 
@@ -61,3 +61,18 @@ def test_a_step_is_raised_until_every_value_fits_an_int16() -> None:
 def test_values_beyond_every_step_are_refused() -> None:
     with pytest.raises(QuantizationError, match="V of layer 3 has values up to 1e\\+30"):
         fit_codes(np.array([0]), np.zeros((1, 1), np.int64), np.array([[1e30]], np.float32), ["V of layer 3"])
+
+
+@given(
+    k=st.lists(st.integers(-5, 260), min_size=1, max_size=3),
+    m=st.integers(*MULTIPLIERS),
+    largest=st.floats(0, 2.0**31, width=32),
+)
+def test_what_fits_is_left_as_it_is(k: list[int], m: int, largest: float) -> None:
+    wanted, multipliers = np.array(k), np.full((len(k), 1), m)
+    values = np.full((len(k), 1), largest, np.float32)
+    try:
+        raised = fit_codes(wanted, multipliers, values, ["a segment"] * len(k)).tolist()
+    except QuantizationError:
+        raised = None
+    assert fits(wanted, multipliers, values) == (raised == [max(n, 0) for n in k])

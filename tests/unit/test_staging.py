@@ -120,6 +120,22 @@ def test_an_out_that_shares_memory_is_refused_unless_the_op_works_in_place(stage
     assert view.tolist() == wanted.tolist()
 
 
+def test_an_element_type_that_the_device_lacks_is_left_to_the_host(
+    emu: kvcore.Backend, staged: kvcore.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedOpError("not of this element type")
+
+    out, digests = np.zeros(3, np.uint8), np.zeros(1, np.uint64)
+    known = kvcore.open_backend("cpu_ref").digest([b"abc"]).tolist()
+    for op in ("reduce_absmax", "copy_batch"):
+        monkeypatch.setattr(emu, op, refuse)
+    with monkeypatch.context() as m:
+        m.setattr("kvcore.ops.staging.send", lambda _, array: array)
+        assert staged.copy_batch([b"abc"], digests=digests, out=[out])[0].tobytes() == b"abc"
+    assert digests.tolist() == known
+
+
 def test_an_error_leaves_out_as_it_was(staged: kvcore.Backend) -> None:
     out = np.full((4, 1), 7, np.float32)
     with pytest.raises(QuantizationError):
