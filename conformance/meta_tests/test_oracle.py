@@ -221,6 +221,6 @@ def test_exploring_runs_as_often_as_the_profile_says_and_asks_pytest_for_fixture
 
 
 def test_profiles_grow():
-    sizes = [PROFILES[name].examples for name in ("quick", "ci", "nightly")]
+    sizes = [PROFILES[name].examples for name in ("tiny", "quick", "ci", "nightly")]
     assert sizes == sorted(sizes)
-    assert [p.derandomize for p in PROFILES.values()] == [True, True, False]
+    assert [p.derandomize for p in PROFILES.values()] == [True, True, True, False]

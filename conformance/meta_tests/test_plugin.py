@@ -14,7 +14,8 @@ import pytest
 
 from kvcore.hookspecs import op_names
 from kvcore.plugins.link import link
-from kvcore.plugins.verification import op_statuses, read_record
+from kvcore.plugins.record import package_root, read_evidence
+from kvcore.plugins.verification import op_statuses
 from kvcore.settings import VARIABLES
 from kvcore_conformance import __version__
 from kvcore_conformance.xfails import read_xfails, stale
@@ -282,21 +283,26 @@ def test_a_report_that_cannot_be_written_fails_the_run(tmp_path):
     assert "ERROR: the report could not be written" in printed
 
 
+def recorded(package):
+    """Return the ops that a package's record names."""
+    return {op for piece in read_evidence(package)[0] for op in piece.ops}
+
+
 def test_the_record_is_what_the_core_reads(partial):
     status, printed = suite("--kvcore-record", backend="kvcore_partial:backend", ops=None)
     assert status == 0, printed[-3000:]
     from kvcore_partial import backend
 
-    record, why = read_record(backend())
+    (piece,), why = read_evidence(package_root(backend()))
     assert why == ""
-    assert record["suite"] == __version__
-    assert set(record["ops"]) == {"count_symbols", "digest"}
-    assert record["ops"]["digest"]["passed"] > 5
+    assert (piece.backend, piece.status, piece.suite) == (backend().name, "executed", __version__)
+    assert set(piece.ops) == {"count_symbols", "digest"}
+    assert piece.ops["digest"].passed > 5
     statuses = {s.op: s.status for s in op_statuses(link(backend()))}
     assert statuses["digest"] == "executed"
     assert statuses["quantize"] == "missing"
     (partial / "ops.py").write_text(PARTIAL_OPS + "# changed since\n")
-    assert read_record(backend())[0] is None
+    assert {s.status for s in op_statuses(link(backend()))} == {"missing", "not-run"}
 
 
 def test_an_op_that_fails_is_not_recorded(partial):
@@ -308,12 +314,10 @@ def test_an_op_that_fails_is_not_recorded(partial):
     )
     status, printed = suite("-q", "--kvcore-record", "--kvcore-no-shrink", backend="kvcore_partial:backend", ops=None)
     assert status == pytest.ExitCode.TESTS_FAILED, printed[-3000:]
-    assert set(json.loads((partial / "conformance.json").read_text())["ops"]) == {"count_symbols"}
+    assert set(recorded(partial)) == {"count_symbols"}
 
 
 @pytest.mark.parametrize("arguments", [["-k", "test_digest"], ["--maxfail=1", "-k", "not test_count"]])
 def test_a_run_of_some_tests_records_only_ops_that_ran_in_full(partial, arguments):
     _, printed = suite("-q", "--kvcore-record", *arguments, backend="kvcore_partial:backend", ops=None)
-    path = partial / "conformance.json"
-    recorded = set(json.loads(path.read_text())["ops"]) if path.exists() else set()
-    assert "count_symbols" not in recorded, printed[-2000:]
+    assert "count_symbols" not in recorded(partial), printed[-2000:]

@@ -6,18 +6,21 @@ import importlib.metadata
 import os
 import platform
 import resource
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvcore import __version__
+from kvcore.cli.machine import VENDORS, advice, gpus
 from kvcore.cli.output import console, plain_table, print_json
 from kvcore.errors import ConfigError, KVCoreError, NoBackendError
 from kvcore.ops import candidates
+from kvcore.plugins.discover import Candidate
 from kvcore.plugins.link import link
 from kvcore.plugins.select import Explanation, Verdict, select
+from kvcore.plugins.torch_build import torch_build
 from kvcore.settings import VARIABLES, Settings, current
 
 __all__ = ["collect", "doctor"]
@@ -30,9 +33,10 @@ _ADVICE = 'install a backend: pip install kvcore-cpu-ref (the NumPy reference), 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
 ) -> None:
-    """Show which backends work here, and why others do not.
+    """Show which backends work here, why others do not, and what would change that.
 
-    Also versions, KVCORE_* variables and memory limits. Exits with 1 if no backend can serve the CPU's memory.
+    Also versions, KVCORE_* variables and memory limits. Exits with 1 if no backend can serve the CPU's memory, or a
+    device's backend that is usable cannot be taken: it does not load, or another one has the same priority.
     """
     report = collect()
     if as_json:
@@ -46,32 +50,60 @@ def collect() -> dict[str, Any]:
     """Return what `doctor` shows, as plain values. Imports no torch and no vendor library of its own."""
     settings, variables, problems = _settings()
     found = candidates(settings)
-    selected: str | None = None
-    try:
-        spec, explanation = select(found, name=settings.backend or None, named_by="KVCORE_BACKEND", device_type="cpu")
-        link(spec, settings.kernels)  # a backend whose probe says yes and that does not load is no use
-        selected = spec.name
-    except NoBackendError as error:
-        verdicts = (
-            Verdict(c.name, c.status, False, c.reason, c.spec.priority if c.spec else None, (), c.distribution)
-            for c in found
-        )
-        explanation = Explanation("a backend for device type 'cpu'", tuple(verdicts))
-        problems.append(f"{str(error).splitlines()[0]}; {_ADVICE}")
-    except KVCoreError as error:
-        problems.append(str(error))
+    taken, explanation, more = _taken(found, settings)
+    problems += more
+    details = {c.name: dict(c.probe.details) for c in found if c.probe is not None}
+    present, build = gpus(), torch_build()
+    torch = None if build is None else build.kind
     return {
         "kvcore": __version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
+        "gpus": None if present is None else [VENDORS[name].gpu for name in present],
+        "torch_build": torch,
         "packages": {name: _version_of(name) for name in _PACKAGES},
         "request": explanation.request,
-        "selected": selected,
-        "backends": [asdict(verdict) for verdict in explanation.verdicts],
+        "selected": taken["cpu"],
+        "taken": taken,
+        "backends": [asdict(verdict) | {"found": details.get(verdict.name, {})} for verdict in explanation.verdicts],
         "variables": variables,
         "host": _host(),
+        "advice": advice(found, present, torch),
         "problems": problems,
     }
+
+
+def _taken(found: list[Candidate], settings: Settings) -> tuple[dict[str, str | None], Explanation, list[str]]:
+    """Return the backend taken for each type of device, every candidate with its reason, and what is wrong."""
+    verdicts = tuple(
+        Verdict(c.name, c.status, False, c.reason, c.spec.priority if c.spec else None, (), c.distribution)
+        for c in found
+    )
+    explanation = Explanation("a backend for device type 'cpu'", verdicts)
+    usable = [c.spec for c in found if c.status == "usable" and c.spec is not None and c.spec.priority >= 0]
+    types = dict.fromkeys(["cpu", *(t for spec in usable for t in spec.device_types)])
+    taken: dict[str, str | None] = {}
+    remarks, problems = {}, []
+    # A backend that is named serves every type of memory that it is asked for.
+    for device_type in ["cpu"] if settings.backend else types:
+        taken[device_type] = None
+        try:
+            spec, why = select(found, name=settings.backend or None, named_by="KVCORE_BACKEND", device_type=device_type)
+            if device_type == "cpu":
+                explanation = why
+            # A backend whose probe says yes and that does not load is no use. KVCORE_KERNELS is that of the first.
+            linked = link(spec, settings.kernels if device_type == "cpu" else ())
+            taken[device_type] = spec.name
+            remarks[spec.name] = linked.remark
+        except NoBackendError as error:
+            first = str(error).splitlines()[0]
+            problems.append(f"{first}; {_ADVICE}" if "no usable backend" in first else first)
+        except KVCoreError as error:
+            problems.append(str(error))
+    shown = (
+        replace(v, reason=f"{v.reason}; {remarks[v.name]}") if remarks.get(v.name) else v for v in explanation.verdicts
+    )
+    return taken, Explanation(explanation.request, tuple(shown)), problems
 
 
 def _settings() -> tuple[Settings, list[dict[str, Any]], list[str]]:
@@ -130,7 +162,16 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["backends"]:
         table.add_row("*" if row["taken"] else "", row["name"], row["status"], row["distribution"], row["reason"])
     out.print(table)
-    out.print(f"\nTaken (*) for the CPU's memory: {report['selected'] or 'none'}\n")
+    for row in report["backends"]:
+        if row["status"] == "unusable" and row["found"]:
+            facts = "; ".join(f"{name}: {value}" for name, value in row["found"].items())
+            out.print(f"\nwhat {row['name']} found: {facts}", style="dim", markup=False, highlight=False)
+    out.print(f"\nTaken (*) for the CPU's memory: {report['selected'] or 'none'}")
+    for device_type, name in report["taken"].items():
+        if device_type != "cpu":
+            out.print(f"Taken for {device_type} memory: {name or 'none'}")
+    have = "cannot be told" if report["gpus"] is None else ", ".join(report["gpus"]) or "none"
+    out.print(f"GPUs on the PCI bus: {have}; torch is built for {report['torch_build'] or 'nothing: not installed'}\n")
     packages = plain_table("package", "version")
     for name, version in report["packages"].items():
         packages.add_row(name, version or "not installed")
@@ -148,6 +189,8 @@ def _print(report: dict[str, Any]) -> None:
     total, free = host["hugepages_2mib"], host["hugepages_2mib_free"]
     memory.add_row("2 MiB pages, free of all", "unknown" if total is None else f"{free} of {total}")
     out.print(memory)
+    for line in report["advice"]:
+        out.print(f"\nAdvice: {line}", style="bold")
     for problem in report["problems"]:
         out.print(f"\nProblem: {problem}", style="bold red")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcore.errors import NoBackendError
 from kvcore.plugins.discover import Candidate
@@ -36,6 +36,11 @@ class Explanation:
 
     request: str
     verdicts: tuple[Verdict, ...]
+
+    def remarked(self, remark: str) -> Explanation:
+        """Return the same with a remark on the backend that was taken; an empty one changes nothing."""
+        taken = (replace(v, reason=f"{v.reason}; {remark}") if v.taken and remark else v for v in self.verdicts)
+        return Explanation(self.request, tuple(taken))
 
     def __str__(self) -> str:
         width = max((len(v.name) for v in self.verdicts), default=0)
@@ -86,7 +91,10 @@ def select(
     if not top:
         raise NoBackendError(f"no usable backend for device type {device_type!r}\n{table}")
     names = " and ".join(c.name for c in top)
-    raise NoBackendError(f"{names} both have priority {best}; name one, as in KVCORE_BACKEND={top[0].name}\n{table}")
+    raise NoBackendError(
+        f"{names} both have priority {best}; name one, as in KVCORE_BACKEND={top[0].name}, or uninstall the one that "
+        f"is not for this machine\n{table}"
+    )
 
 
 def _serves(spec: BackendSpec, device_type: str) -> bool:

@@ -59,11 +59,17 @@ class BackendSpec:
         Cheap (milliseconds) and without side effects. It may raise; that counts as no, with the exception as reason.
     implementations : mapping of str to str
         Name of an implementation -> module that holds its `@kvcore.hookimpl` functions, in order of preference. An op
-        is bound to the first implementation that has it unless ``KVCORE_KERNELS`` says otherwise.
+        is bound to the first implementation that has it unless ``KVCORE_KERNELS`` says otherwise. A module that
+        raises `BackendLoadError` or another `ImportError` does not fit this machine (a library without code for its
+        device, a compiler that is not installed): the next implementation serves instead, and the reason is shown.
+        A module is imported only where those before it leave an op open, or ``KVCORE_KERNELS`` names it.
     runtime : str
         ``"module:factory"`` of the `kvcore.runtime.Runtime`.
     distribution : str
         The installed distribution, which the reports name and whose ``conformance.json`` is read.
+    core_kernels : bool
+        Whether it is built from the kernels of kvcore (`kvcore.kernels`). Its conformance record then holds for these
+        very kernels only: one that was made with others counts for nothing.
     """
 
     name: str
@@ -74,3 +80,4 @@ class BackendSpec:
     implementations: Mapping[str, str] = field(default_factory=dict)
     runtime: str = "kvcore.runtime:HostRuntime"
     distribution: str = ""
+    core_kernels: bool = False

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import logging
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 import kvcore
 from kvcore import BackendLoadError, ConfigError
-from kvcore.hookspecs import OP_PREFIX, op_specs
+from kvcore.cli import app
+from kvcore.hookspecs import OP_PREFIX, composite_specs, op_specs
 
 DIGEST = """
 from kvcore import hookimpl
@@ -148,6 +152,100 @@ def test_implementations_that_do_not_import_say_why(shelf):
 def test_implementations_that_exit_do_not_end_the_program(shelf):
     shelf.add("fast", modules={"native": "raise SystemExit('no device')"})
     with pytest.raises(BackendLoadError, match="SystemExit: no device"):
+        kvcore.open_backend("fast")
+
+
+# --- implementations that do not fit the machine
+
+NO_IMAGE = "from kvcore import BackendLoadError\nraise BackendLoadError('sm_70 is in no image')"
+
+
+def fused_hook(name, body="    return None\n"):
+    parameters = str(inspect.signature(composite_specs()[name])).partition(" ->")[0]
+    return f"@hookimpl\ndef kvcore_fused_{name}{_plain(parameters)}:\n{body}"
+
+
+def _plain(parameters):
+    """A signature without annotations, whose names a module of a test does not have."""
+    tree = ast.parse(f"def f{parameters}: pass")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return f"({ast.unparse(tree.body[0].args)})"
+
+
+@pytest.mark.parametrize(
+    ("native", "reason"),
+    [
+        (NO_IMAGE, "native does not load: sm_70 is in no image"),
+        ("import libfast_missing", "native does not load: ModuleNotFoundError: No module named 'libfast_missing'"),
+    ],
+)
+def test_the_next_implementation_serves_where_one_does_not_fit(shelf, monkeypatch, caplog, native, reason):
+    shelf.add("fast", modules={"native": native, "triton": DIGEST.format(value=2)})
+    with caplog.at_level(logging.INFO, "kvcore"):
+        assert bound()["digest"] == ("triton", f"{reason}; the only implementation that loads")
+        assert digest() == 2
+    (logged,) = [r for r in caplog.records if "does not load" in r.getMessage()]  # once, however often it is opened
+    assert logged.levelno == logging.WARNING
+    assert logged.getMessage() == f"backend fast: {reason}; triton is bound instead"
+
+
+def test_composites_of_the_next_implementation_serve_too(shelf):
+    shelf.add("fast", modules={"native": NO_IMAGE, "triton": DIGEST.format(value=2) + fused_hook("gather_encode")})
+    fused = kvcore.open_backend("fast").fused("gather_encode")
+    assert fused.__module__.endswith(".triton")
+
+
+def test_what_did_not_load_is_explained(shelf):
+    shelf.add("fast", modules={"native": NO_IMAGE, "triton": DIGEST.format(value=2)})
+    remark = "native does not load: sm_70 is in no image; triton is bound instead"
+    assert remark in str(kvcore.open_backend("fast").explain())
+    for arguments in (["ops", "--backend", "fast", "--json"], ["doctor", "--json"]):
+        done = CliRunner().invoke(app, arguments, env={"KVCORE_BACKEND": "fast"})
+        assert remark in done.stdout
+
+
+def test_what_would_not_have_been_bound_is_not_missed(shelf, caplog):
+    shelf.add("fast", modules={"native": DIGEST.format(value=1), "triton": "import triton_missing"})
+    with caplog.at_level(logging.WARNING, "kvcore"):
+        assert bound() == {"digest": ("native", "the only implementation")}
+    assert caplog.records == []
+    assert "triton does not load: ModuleNotFoundError" in str(kvcore.open_backend("fast").explain())
+
+
+def test_what_has_nothing_to_add_is_not_imported(shelf, monkeypatch):
+    signatures = {op: str(inspect.signature(spec)).partition(" ->")[0] for op, spec in op_specs().items()}
+    ops = [f"@hookimpl\ndef kvcore_op_{op}{_plain(text)}:\n    return out\n" for op, text in signatures.items()]
+    fast = "from kvcore import hookimpl\n" + "\n".join(ops)
+    shelf.add("twice", modules={"fast": fast, "slow": "raise RuntimeError('it was imported')"})
+    backend = kvcore.open_backend("twice", fallback="error")
+    assert {binding.implementation for binding in backend.bindings.values()} == {"fast"}
+    monkeypatch.setenv("KVCORE_KERNELS", "digest=slow")
+    with pytest.raises(BackendLoadError, match="it was imported"):
+        kvcore.open_backend("twice")
+
+
+@pytest.mark.parametrize("kernels", ["digest=native", "*=native"])
+def test_one_that_was_asked_for_is_not_replaced(shelf, monkeypatch, kernels):
+    shelf.add("fast", modules={"native": NO_IMAGE, "triton": DIGEST.format(value=2)})
+    monkeypatch.setenv("KVCORE_KERNELS", kernels)
+    with pytest.raises(BackendLoadError, match=r"asks for .*=native, which backend fast cannot load: sm_70 is in no"):
+        kvcore.open_backend("fast")
+    monkeypatch.setenv("KVCORE_KERNELS", kernels.replace("native", "triton"))
+    assert digest() == 2
+
+
+def test_where_none_loads_all_reasons_are_told(shelf):
+    shelf.add("fast", modules={"native": NO_IMAGE, "triton": "import triton_missing"})
+    with pytest.raises(BackendLoadError, match=r"no implementation loads: native: sm_70 .*; triton: ModuleNotFound"):
+        kvcore.open_backend("fast")
+
+
+@pytest.mark.parametrize("fault", ["1 / 0", "def f(:", implementation("src, *, out")])
+def test_faulty_code_is_not_passed_over(shelf, fault):
+    shelf.add("fast", modules={"native": fault, "triton": DIGEST.format(value=2)})
+    with pytest.raises(BackendLoadError, match=r"ZeroDivisionError|SyntaxError|does not follow its hookspec"):
         kvcore.open_backend("fast")
 
 

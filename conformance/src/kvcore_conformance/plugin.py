@@ -27,7 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="backend under test: the name of an installed one, or module:factory of a BackendSpec",
     )
-    group.addoption("--kvcore-profile", choices=("quick", "ci", "nightly"), default="quick", help="how long to search")
+    profiles = ("tiny", "quick", "ci", "nightly")
+    group.addoption("--kvcore-profile", choices=profiles, default="quick", help="how long to search")
     group.addoption("--kvcore-ops", metavar="OP,...", default="", help="run the tests of these ops only")
     group.addoption("--kvcore-xfails", metavar="FILE", help="known failures: 'test  # reason', one a line")
     group.addoption("--kvcore-report", metavar="FILE", help="write the result as JSON")

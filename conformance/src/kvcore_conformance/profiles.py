@@ -57,6 +57,7 @@ class Profile:
 
 
 PROFILES = {
+    "tiny": Profile("tiny", 4, derandomize=True),
     "quick": Profile("quick", 20, derandomize=True),
     "ci": Profile("ci", 120, derandomize=True),
     "nightly": Profile("nightly", 2000, derandomize=False),

@@ -22,7 +22,7 @@ from kvcore.hookspecs import op_names
 from kvcore.ops import candidates
 from kvcore.plugins.discover import Candidate, describe
 from kvcore.plugins.probe import probe
-from kvcore.plugins.verification import RECORD_NAME, package_root, source_hash
+from kvcore.plugins.record import RECORD_NAME, Entry, Evidence, Hashes, add_evidence, hashes_of
 from kvcore.settings import VARIABLES
 from kvcore_conformance import __version__
 from kvcore_conformance.checks import ConformanceFailure, Subject
@@ -95,8 +95,16 @@ def open_run(config: pytest.Config) -> SuiteRun:
         ops,
         known,
         Path(report) if report else None,
-        bool(config.getoption("kvcore_record")),
+        _hashes(backend) if config.getoption("kvcore_record") else None,
     )
+
+
+def _hashes(backend: Backend) -> Hashes:
+    """Return the hashes of what is about to run: the record is for these, whatever is edited meanwhile."""
+    try:
+        return hashes_of(backend.spec)
+    except ConfigError as error:
+        raise pytest.UsageError(f"--kvcore-record: {error}") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +116,7 @@ class SuiteRun:
     ops: tuple[str, ...]
     known: list[KnownFailure]
     report_path: Path | None
-    recording: bool
+    hashes: Hashes | None  # where the run is to be recorded
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     planned: Counter[str] = field(default_factory=Counter)
     whole: bool = False
@@ -189,8 +197,8 @@ class SuiteRun:
                 self.report_path.write_text(json.dumps(self._report(), indent=1, sort_keys=True) + "\n", "utf-8")
             except OSError as error:
                 self.problems.append(f"the report could not be written: {error}")
-        if self.recording:
-            self._record(complete)
+        if self.hashes is not None:
+            self._record(complete, self.hashes)
         return self.problems
 
     def summary(self) -> list[str]:
@@ -219,7 +227,8 @@ class SuiteRun:
 
     def _device(self) -> str:
         backend = self.subject.backend
-        return f"{'/'.join(backend.spec.device_types)} {backend.runtime.arch}"
+        name = getattr(backend.runtime, "device_name", "")  # runtimes of devices have one: "NVIDIA H200"
+        return f"{'/'.join(backend.spec.device_types)} {backend.runtime.arch}" + (f" ({name})" if name else "")
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -248,12 +257,8 @@ class SuiteRun:
             "problems": list(self.problems),
         }
 
-    def _record(self, complete: bool) -> None:
+    def _record(self, complete: bool, hashes: Hashes) -> None:
         backend = self.subject.backend
-        root = package_root(backend.spec)
-        if root is None:
-            self.problems.append(f"nothing recorded: the package of {backend.name} has no folder on disk")
-            return
         if not complete or not self.whole:
             self.problems.append("nothing recorded: the whole suite must run, in one process")
             return
@@ -261,11 +266,22 @@ class SuiteRun:
         for op, binding in backend.bindings.items():
             ran = sum(self.counts[op].values()) >= self.planned[op]
             if self._conforms(op) and ran:
-                passed = self.counts[op]["passed"]
-                ops[op] = {"implementation": binding.implementation, "status": "executed", "passed": passed}
-        record = {**self._facts(), "sources": source_hash(root), "ops": ops}
+                ops[op] = Entry(binding.implementation, self.counts[op]["passed"])
+        facts = self._facts()
+        piece = Evidence(
+            backend=backend.spec.name,
+            status="executed",
+            date=facts["date"],
+            sources=hashes.sources,
+            kernels=hashes.kernels,
+            ops=ops,
+            **{name: facts[name] for name in ("device", "machine", "suite", "profile")},
+        )
+        judged = {(op, binding.implementation) for op, binding in backend.bindings.items()}
         try:
-            (root / RECORD_NAME).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", "utf-8")
+            add_evidence(backend.spec, piece, judged)
+        except ConfigError as error:
+            self.problems.append(str(error))
         except OSError as error:
             self.problems.append(f"{RECORD_NAME} could not be written: {error}")
 

@@ -1,113 +1,31 @@
 """Whether every kernel compiles for every GPU, asked of the compilers: ``python -m kvcore.kernels.check``.
 
-The launchers of all ops are compiled with a queue that runs nothing, so that whatever they launch is compiled, and
-nothing has to be listed.
+What is compiled is the very text that backends make their device code of (`kvcore.kernels.images`). The launchers of
+all ops are compiled with a queue that runs nothing, which lists whatever they launch, so nothing is listed by hand.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from kvcore.errors import KVCoreError
+from kvcore.hookspecs import op_names
 from kvcore.kernels import get_include
+from kvcore.kernels.check.reports import Kernel, first_errors, read_clang, read_nvcc, read_ocloc, read_ptx
+from kvcore.kernels.check.targets import PREFIX, TARGETS, Target
+from kvcore.kernels.images import device_source
 
-__all__ = ["TARGETS", "Kernel", "Outcome", "Target", "compile_for", "read_clang", "read_nvcc"]
+__all__ = ["TARGETS", "Kernel", "Outcome", "Target", "compile_for", "compiled_ops"]
 
 _FOLDER = Path(__file__).parent
-_PREFIX = Path(sys.prefix)
-_CUDA = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin")
-_SYCL = ("-std=c++17", "-O1", "-w")
-# The device's own headers and libraries are left out: kernels need none of them, and so neither ROCm.
-_HIP = (
-    *("-x", "hip", "-std=c++17", "-O3", "-ffp-contract=off", "--cuda-device-only", "-nogpulib", "-nogpuinc"),
-    *("--no-gpu-bundle-output", "-fno-caret-diagnostics", "-Rpass-analysis=kernel-resource-usage"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An architecture, and who compiles for it.
-
-    Parameters
-    ----------
-    arch : str
-    compilers : tuple of str
-        Programs that can, the preferred one first.
-    options : tuple of str
-    sub_group : int
-        Of SYCL: the source is compiled into a program that asks Intel's run-time compiler, which comes in the packages
-        ``intel-sycl-rt`` and ``intel-opencl-rt``. 0: the compiler itself compiles for the device.
-    """
-
-    arch: str
-    compilers: tuple[str, ...]
-    options: tuple[str, ...] = ()
-    sub_group: int = 0
-
-    def compiler(self) -> str | None:
-        """Return the path of the first compiler that is installed."""
-        return next(filter(None, map(shutil.which, self.compilers)), None)
-
-    def missing(self) -> str | None:
-        """Return what is not installed, or None."""
-        if self.compiler() is None:
-            return f"none of {', '.join(self.compilers)} is installed"
-        needed = (_PREFIX / "include/sycl/sycl.hpp", _PREFIX / "lib/libintelocl.so")
-        if self.sub_group and not all(path.exists() for path in needed):
-            return "intel-sycl-rt and intel-opencl-rt are not installed in this environment"
-        return None
-
-    def commands(self, made: str) -> list[list[str]]:
-        """Return what to run, one after the other; the last one reports the kernels."""
-        command = [str(self.compiler()), *self.options, "-I", get_include()]
-        if not self.sub_group:
-            return [[*command, str(_FOLDER / "gpu.cu"), "-o", made]]
-        lib = _PREFIX / "lib"
-        link = ("-I", str(_PREFIX / "include"), "-L", str(lib), "-lsycl", f"-Wl,-rpath,{lib}")
-        program = [*command, str(_FOLDER / "sycl.cpp"), "-o", made, *link]
-        return [program, [made, get_include(), str(self.sub_group)]]
-
-    def read(self, lines: Iterable[str]) -> Iterator[Kernel]:
-        """Return what the last command reported."""
-        if self.sub_group:
-            return (Kernel(line.replace("kvcore::", ""), None, None) for line in lines)
-        return read_nvcc(lines) if Path(str(self.compiler())).name == "nvcc" else read_clang(lines)
-
-
-TARGETS = (
-    *(Target(a, ("nvcc",), (*_CUDA, f"-arch={a}")) for a in ("sm_80", "sm_90", "sm_100")),
-    *(
-        Target(a, ("clang++-19", "clang++-20", "clang++-21", "amdclang++"), (*_HIP, f"--offload-arch={a}"))
-        for a in ("gfx90a", "gfx942", "gfx1100")
-    ),
-    *(Target(f"sycl{width}", ("g++",), _SYCL, width) for width in (32, 64)),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """What one kernel needs on one architecture.
-
-    Parameters
-    ----------
-    name : str
-        Of its struct.
-    registers : int, optional
-        32-bit registers of a thread (AMD: vector registers). SYCL does not say.
-    spills : int, optional
-        Bytes that a thread writes to memory for want of registers (AMD: vector registers that are spilled).
-    """
-
-    name: str
-    registers: int | None
-    spills: int | None
+_PROGRAM = ("g++", "-std=c++17", "-O1", "-w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,65 +48,158 @@ class Outcome:
     kernels: tuple[Kernel, ...] = field(default=())
 
 
-def compile_for(target: Target, timeout_s: float = 600) -> Outcome:
+def compile_for(target: Target, timeout_s: float = 1200) -> Outcome:
     """Compile every kernel for a target."""
     missing = target.missing()
     if missing is not None:
         return Outcome(target, "skipped", missing)
-    environment = os.environ | {"OCL_ICD_FILENAMES": str(_PREFIX / "lib/libintelocl.so")} if target.sub_group else None
-    output = ""
-    with tempfile.TemporaryDirectory(prefix="kvcore-check-") as scratch:
-        for command in target.commands(str(Path(scratch) / "kernels")):
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                return Outcome(target, "failed", str(error))
-            if done.returncode != 0:
-                return Outcome(target, "failed", f"{' '.join(command)}\n{_first_errors(done.stderr)}")
-            output = done.stdout + done.stderr
-    kernels = tuple(sorted(target.read(output.splitlines()), key=lambda k: k.name))
-    if not kernels:
-        return Outcome(target, "failed", f"{target.arch} compiled, but no kernel was reported")
-    return Outcome(target, "ok", kernels=kernels)
+    try:
+        listed = _launched.get(timeout_s).kernels
+        found = _sycl(target, listed, timeout_s) if target.sub_group else _gpu(target, listed, timeout_s)
+    except (_Failed, OSError, subprocess.TimeoutExpired) as error:
+        return Outcome(target, "failed", str(error))
+    structs = _structs(listed)
+    compiled = {kernel.name: kernel for kernel in found}
+    absent = sorted(structs.keys() - compiled.keys())
+    if absent:
+        return Outcome(
+            target, "failed", f"{target.arch} compiled, but these kernels are not in it: {', '.join(absent)}"
+        )
+    named = (
+        Kernel(structs[name].replace("kvcore::", ""), compiled[name].registers, compiled[name].spills)
+        for name in structs
+    )
+    return Outcome(target, "ok", kernels=tuple(sorted(named, key=lambda k: k.name)))
 
 
-def read_nvcc(lines: Iterable[str]) -> Iterator[Kernel]:
-    """Read what ``ptxas -v`` says of each kernel."""
-    name, spills = "", 0
-    for line in lines:
-        if found := re.search(r"Compiling entry function '(\w+)'", line):
-            name = kernel_name(found[1])
-        elif found := re.search(r"(\d+) bytes spill stores", line):
-            spills = int(found[1])
-        elif found := re.search(r"Used (\d+) registers", line):
-            yield Kernel(name, int(found[1]), spills)
+def compiled_ops(timeout_s: float = 1200) -> tuple[str, ...]:
+    """Return the ops that there are launchers of: whose kernels are all compiled, therefore.
 
-
-def read_clang(lines: Iterable[str]) -> Iterator[Kernel]:
-    """Read the remarks of clang on what each kernel uses."""
-    name, registers, spills = "", 0, 0
-    for line in lines:
-        if found := re.search(r"Function Name: (\w+)", line):
-            name = kernel_name(found[1])
-        elif found := re.search(r" VGPRs: (\d+)", line):
-            registers = int(found[1])
-        elif found := re.search(r" VGPRs Spill: (\d+)", line):
-            spills = int(found[1])
-        elif "LDS Size" in line:  # the last remark of a kernel
-            yield Kernel(name, registers, spills)
-
-
-def kernel_name(symbol: str) -> str:
-    """Return the name of a kernel's struct out of its entry's mangled name.
-
-    The names of C++ are mangled as each part's length and text; those of namespace and entry are left out.
+    Raises
+    ------
+    KVCoreError
+        The launchers themselves do not compile.
     """
-    parts = [symbol[m.end() : m.end() + int(m[0])] for m in re.finditer(r"(?<=[A-Z_])\d+", symbol)]
-    names = [part for part in dict.fromkeys(parts) if part not in {"kvcore", "gpu_entry", "Args"}]
-    return f"{names[0]}<{', '.join(names[1:])}>" if len(names) > 1 else "".join(names) or symbol
+    try:
+        there = _launched.get(timeout_s).ops
+    except (_Failed, OSError, subprocess.TimeoutExpired) as error:
+        raise KVCoreError(f"the launchers do not compile: {error}") from error
+    return tuple(op for op in op_names() if op in there)
 
 
-def _first_errors(text: str) -> str:
-    lines = text.splitlines()
-    errors = [line for line in lines if "error" in line.lower()]
-    return "\n".join((errors or lines)[:10])
+class _Failed(Exception):
+    """A compiler said no."""
+
+
+def _run(command: Sequence[str], timeout_s: float, folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, cwd=folder, env=dict(environment or os.environ)
+    )
+    if done.returncode != 0:
+        raise _Failed(f"{' '.join(command[:40])}\n{first_errors(done.stderr or done.stdout)}")
+    return done.stdout + done.stderr
+
+
+class _Launched(NamedTuple):
+    """The ops that there are launchers of, and the kernels that they launch: lines "name<TAB>type"."""
+
+    ops: frozenset[str]
+    kernels: str
+
+
+class _Launchers:
+    """The launchers, compiled for the host to say what they launch: once for each folder of headers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[str, _Launched] = {}
+
+    def get(self, timeout_s: float) -> _Launched:
+        include = get_include()
+        with self._lock:
+            if include not in self._made:
+                with tempfile.TemporaryDirectory(prefix="kvcore-check-") as scratch:
+                    program = str(Path(scratch) / "list")
+                    _run([*_PROGRAM, "-I", include, str(_FOLDER / "list.cpp"), "-o", program], timeout_s, Path(scratch))
+                    ops, _, kernels = _run([program], timeout_s, Path(scratch)).partition("\n\n")
+                self._made[include] = _Launched(frozenset(ops.split()), kernels)
+            return self._made[include]
+
+
+_launched = _Launchers()
+
+
+def _structs(listed: str) -> dict[str, str]:
+    """Return the struct of each kernel, by its name."""
+    return dict(line.split("\t", 1) for line in listed.splitlines())
+
+
+def _gpu(target: Target, listed: str, timeout_s: float) -> Iterable[Kernel]:
+    compiler = str(target.compiler())
+    with tempfile.TemporaryDirectory(prefix="kvcore-check-") as scratch:
+        source, made = Path(scratch) / "kernels.cu", Path(scratch) / "kernels"
+        source.write_text(device_source(listed), "utf-8")
+        command = [compiler, *target.options, "-DKVCORE_DEVICE_ONLY", "-I", get_include(), str(source), "-o", str(made)]
+        said = _run(command, timeout_s, Path(scratch)).splitlines()
+        if "-ptx" in target.options:
+            return list(read_ptx(made.read_text("utf-8").splitlines()))
+        return list(read_nvcc(said) if Path(compiler).name == "nvcc" else read_clang(said))
+
+
+class _Spirv:
+    """What the run-time compiler makes for a size of sub-group: made once, for all targets that begin with it."""
+
+    def __init__(self, sub_group: int) -> None:
+        self.sub_group = sub_group
+        self._lock = threading.Lock()
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = Path()
+        self._failure: Exception | None = None
+
+    def make(self, listed: str, timeout_s: float) -> Path:
+        """Return the folder that the files ``*.spv`` are in."""
+        with self._lock:
+            if self._scratch is None:
+                self._scratch = tempfile.TemporaryDirectory(prefix="kvcore-check-")
+                self._folder = Path(self._scratch.name)
+                try:
+                    self._compile(listed, timeout_s)
+                except (_Failed, OSError, subprocess.TimeoutExpired) as error:
+                    self._failure = error
+            if self._failure is not None:
+                raise _Failed(str(self._failure))
+            return self._folder
+
+    def _compile(self, listed: str, timeout_s: float) -> None:
+        text, program, lib = self._folder / "kernels.cpp", self._folder / "compiler", PREFIX / "lib"
+        text.write_text(device_source(listed, context="ctx_sycl.hpp", macro="KVCORE_SYCL_KERNEL"), "utf-8")
+        link = ("-I", str(PREFIX / "include"), "-L", str(lib), "-lsycl", f"-Wl,-rpath,{lib}")
+        _run([*_PROGRAM, str(_FOLDER / "sycl.cpp"), "-o", str(program), *link], timeout_s, self._folder)
+        environment = os.environ | {
+            "OCL_ICD_FILENAMES": str(lib / "libintelocl.so"),
+            "SYCL_DUMP_IMAGES": "1",  # into the working directory
+            "SYCL_CACHE_PERSISTENT": "0",  # what comes out of a cache is not dumped
+            # The processor's own code, which is made of the SPIR-V after that and never run, need not be good.
+            "SYCL_PROGRAM_COMPILE_OPTIONS": "-cl-opt-disable",
+        }
+        command = [str(program), str(text), get_include(), str(self.sub_group), *_structs(listed)]
+        _run(command, timeout_s, self._folder, environment)
+
+
+_spirv = {width: _Spirv(width) for width in {target.sub_group for target in TARGETS} - {0}}
+
+
+def _sycl(target: Target, listed: str, timeout_s: float) -> Iterable[Kernel]:
+    folder = _spirv[target.sub_group].make(listed, timeout_s)
+    names = list(_structs(listed))
+    if not target.device:
+        return [Kernel(name, None, None) for name in names]
+    images = sorted(folder.glob("*.spv"))
+    if not images:
+        raise _Failed(f"the SYCL run-time compiler left no SPIR-V for {target.arch} in {folder}")
+    said = ""
+    for image in images:
+        output = ("-output", f"{image.stem}-{target.device}", "-output_no_suffix", "-out_dir", str(folder / "made"))
+        command = [str(target.compiler()), "compile", "-spirv_input", "-file", image.name, "-device", target.device]
+        said += _run([*command, *output], timeout_s, folder)
+    return list(read_ocloc(said.splitlines(), names))

@@ -15,6 +15,8 @@ template <int Width, class Compiler> class CompileQueue : public kvcore::Failure
     void zero(void *, int64_t) {}
     template <class T> T *device(uint64_t) { return nullptr; }
     bool reaches(uint64_t address) const { return address != 0; }
+    int64_t engine_bytes() const { return INT64_MAX; }
+    void submit() {}
     void transfer(uint64_t, uint64_t, int64_t) {}
     void transfer(void *, uint64_t, int64_t) {}
     static void *keep(const void *, int64_t) { return nullptr; }
