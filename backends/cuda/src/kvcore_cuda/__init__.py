@@ -19,6 +19,8 @@ def backend() -> BackendSpec:
         priority=100,
         api_version=1,  # the version this package was written for, not the one that happens to be installed
         probe=probe.probe,
-        implementations={},
+        implementations={"native": "kvcore_cuda.ops", "triton": "kvcore_cuda.twins"},
+        runtime="kvcore_cuda.runtime:Runtime",
         distribution="kvcore-cuda",
+        core_kernels=True,
     )
