@@ -19,6 +19,8 @@ def backend() -> BackendSpec:
         priority=100,
         api_version=1,  # the version this package was written for, not the one that happens to be installed
         probe=probe.probe,
-        implementations={},
+        implementations={"native": "kvcore_rocm.ops", "triton": "kvcore_rocm.twins"},
+        runtime="kvcore_rocm.runtime:Runtime",
         distribution="kvcore-rocm",
+        core_kernels=True,
     )
