@@ -1,8 +1,8 @@
 """Memory objects: typed host buffers that know their layout, their position in the sequence, and their lease.
 
-A `MemoryObj` is a lease on a buffer of a `BufferPool`. The buffer holds one dense chunk for each KV cache group of
-the model, or plain bytes. Freeing ends the lease: any later use through any copy of the handle raises `LeaseError`,
-because the pool has moved on to another generation.
+A `MemoryObj` is a lease on a buffer of a `MemoryPool`: a `BufferPool`, or the host arena of the tiers. The buffer holds
+one dense chunk for each KV cache group of the model, or plain bytes. Freeing ends the lease: any later use through any
+copy of the handle raises `LeaseError`, because the pool has moved on to another generation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -21,7 +21,17 @@ from kvcore.errors import ConfigError, LayoutError, LeaseError, OutOfMemoryError
 from kvcore.layout import Layout, RowLayout
 from kvcore.rope import RopeParams
 
-__all__ = ["ALIGNMENT", "BufferPool", "KVMeta", "LayoutDesc", "MemoryObj", "align_up", "chunk_desc"]
+__all__ = [
+    "ALIGNMENT",
+    "BufferPool",
+    "KVMeta",
+    "LayoutDesc",
+    "MemoryObj",
+    "MemoryPlan",
+    "MemoryPool",
+    "align_up",
+    "chunk_desc",
+]
 
 ALIGNMENT = 256
 """Byte alignment of every buffer and of every group within it: what the widest vector and DMA paths want."""
@@ -180,6 +190,90 @@ def chunk_desc(rows: RowLayout, tokens: int) -> LayoutDesc:
     return LayoutDesc(Layout(f"L[{sized}]", **extents), dtypes)
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a memory object shall hold: bytes, and where the chunks of its groups lie in them.
+
+    Made by `of` and `of_bytes`.
+    """
+
+    nbytes: int
+    descs: tuple[LayoutDesc, ...]
+    offsets: tuple[int, ...]
+    metas: tuple[KVMeta, ...]
+
+    @classmethod
+    def of(cls, descs: Sequence[LayoutDesc], meta: KVMeta | Sequence[KVMeta] = ()) -> MemoryPlan:
+        """Lay out one dense chunk per group, each at a multiple of `ALIGNMENT`.
+
+        Parameters
+        ----------
+        descs : sequence of LayoutDesc
+            One per group.
+        meta : KVMeta or sequence of KVMeta
+            One per group, or one for all.
+
+        Raises
+        ------
+        LayoutError
+            There are not as many `KVMeta` as groups.
+        """
+        offsets, end = [], 0
+        for desc in descs:
+            offsets.append(align_up(end))
+            end = offsets[-1] + desc.nbytes
+        metas = (meta,) * len(descs) if isinstance(meta, KVMeta) else tuple(meta) or (KVMeta(),) * len(descs)
+        if len(metas) != len(descs):
+            raise LayoutError(f"{len(descs)} groups need as many KVMeta, got {len(metas)}")
+        return cls(end, tuple(descs), tuple(offsets), metas)
+
+    @classmethod
+    def of_bytes(cls, nbytes: int, meta: KVMeta | None = None) -> MemoryPlan:
+        """Plan plain bytes.
+
+        Raises
+        ------
+        ConfigError
+            The size is negative.
+        """
+        if nbytes < 0:
+            raise ConfigError(f"a memory object has 0 bytes or more, got {nbytes}")
+        return cls(nbytes, (), (), (meta or KVMeta(),))
+
+    @property
+    def size(self) -> int:
+        """Bytes that are taken from a pool: whole multiples of `ALIGNMENT`, at least one."""
+        return max(align_up(self.nbytes), ALIGNMENT)
+
+
+class MemoryPool(Protocol):
+    """What gives memory objects, and watches over their leases: `BufferPool`, or the host arena of the tiers."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Upper bound on the bytes under lease."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes under lease now."""
+
+    @property
+    def live_leases(self) -> int:
+        """Leases not yet freed."""
+
+    def allocate(self, descs: Sequence[LayoutDesc], meta: KVMeta | Sequence[KVMeta] = ()) -> MemoryObj:
+        """Lease a buffer for one dense chunk per group; raises `OutOfMemoryError`."""
+
+    def allocate_bytes(self, nbytes: int, meta: KVMeta | None = None) -> MemoryObj:
+        """Lease plain bytes; raises `OutOfMemoryError`."""
+
+    def _check(self, generation: int) -> None:
+        """Raise `LeaseError` if a lease has ended."""
+
+    def _free(self, generation: int, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """End a lease, or raise `LeaseError` if it has ended."""
+
+
 class BufferPool:
     """Host buffers by lease: allocation, reuse and the generations that expose stale handles.
 
@@ -233,25 +327,14 @@ class BufferPool:
         OutOfMemoryError
             The pool has no room for it.
         """
-        offsets, end = [], 0
-        for desc in descs:
-            offsets.append(align_up(end))
-            end = offsets[-1] + desc.nbytes
-        metas = (meta,) * len(descs) if isinstance(meta, KVMeta) else tuple(meta) or (KVMeta(),) * len(descs)
-        if len(metas) != len(descs):
-            raise LayoutError(f"{len(descs)} groups need as many KVMeta, got {len(metas)}")
-        return self._lease(end, tuple(descs), tuple(offsets), metas)
+        return self._lease(MemoryPlan.of(descs, meta))
 
     def allocate_bytes(self, nbytes: int, meta: KVMeta | None = None) -> MemoryObj:
         """Lease plain bytes, for encoded data whose size is known only as an upper bound."""
-        if nbytes < 0:
-            raise ConfigError(f"a memory object has 0 bytes or more, got {nbytes}")
-        return self._lease(nbytes, (), (), (meta or KVMeta(),))
+        return self._lease(MemoryPlan.of_bytes(nbytes, meta))
 
-    def _lease(
-        self, nbytes: int, descs: tuple[LayoutDesc, ...], offsets: tuple[int, ...], metas: tuple[KVMeta, ...]
-    ) -> MemoryObj:
-        size = max(align_up(nbytes), ALIGNMENT)
+    def _lease(self, plan: MemoryPlan) -> MemoryObj:
+        size = plan.size
         with self._lock:
             idle = self._idle.get(size)
             buffer = idle.pop() if idle else None
@@ -263,7 +346,7 @@ class BufferPool:
             live = sum(self._live.values())
             if live + self._idle_bytes + size > self.capacity_bytes:
                 raise OutOfMemoryError(
-                    f"{nbytes} B asked of a pool of {self.capacity_bytes} B that has {live} B under lease; "
+                    f"{plan.nbytes} B asked of a pool of {self.capacity_bytes} B that has {live} B under lease; "
                     "free memory objects or raise the capacity"
                 )
             self._generation += 1
@@ -276,7 +359,7 @@ class BufferPool:
                 with self._lock:
                     del self._live[generation]
                 raise
-        return MemoryObj(self, generation, buffer, nbytes, descs, offsets, metas)
+        return MemoryObj(self, generation, buffer, plan.nbytes, plan.descs, plan.offsets, plan.metas)
 
     def _check(self, generation: int) -> None:
         if generation not in self._live:
@@ -300,7 +383,7 @@ class MemoryObj:
     Use as a context manager, or call `free` once. The handle may be copied; the lease is one.
     """
 
-    _pool: BufferPool
+    _pool: MemoryPool
     generation: int
     _buffer: np.ndarray[Any, np.dtype[np.uint8]]
     nbytes: int
