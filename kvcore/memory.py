@@ -417,6 +417,11 @@ class MemoryObj:
         return self.descs[group].bind(self._buffer, offset=self.offsets[group])
 
     @property
+    def plan(self) -> MemoryPlan:
+        """What it holds, as a plan for another such object."""
+        return MemoryPlan(self.nbytes, self.descs, self.offsets, self.metas)
+
+    @property
     def used_size(self) -> int:
         """Bytes that count: all of them, until `set_used_size` narrows the object."""
         return self._used[-1] if self._used else self.nbytes
@@ -439,6 +444,11 @@ class MemoryObj:
         if not 0 <= nbytes <= self.used_size:
             raise LeaseError(f"cannot narrow an object of {self.used_size} used bytes to {nbytes} B")
         self._used.append(nbytes)
+
+    def reset_used_size(self) -> None:
+        """Widen the object to all of its bytes again, for another use; raises `LeaseError` once the lease has ended."""
+        self._pool._check(self.generation)
+        self._used.clear()
 
     def free(self) -> None:
         """End the lease. Freeing twice raises `LeaseError`."""

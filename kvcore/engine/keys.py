@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -164,12 +164,18 @@ class ChunkKey:
         32 bytes each; `digest` depends on every token of the sequence up to `stop`.
     start, stop : int
         The chunk's tokens ``[start, stop)``.
+    parent : bytes, optional
+        `digest` of the chunk before it; None for the first. The same for all keys of one digest.
+    tenant : str
+        Salt of the namespace: whose quota the chunk counts on.
     """
 
     namespace: bytes
     digest: bytes
     start: int
     stop: int
+    parent: bytes | None = field(default=None, compare=False)
+    tenant: str = field(default="", compare=False)
 
 
 def chunk_keys(
@@ -202,12 +208,14 @@ def chunk_keys(
     count = len(ids) // 4
     extras = sorted(extra_keys or (), key=lambda e: (e.start, e.stop, e.content))
     origin = link = namespace.digest
+    parent: bytes | None = None
     keys = []
     for start in range(0, count if partial else count - size + 1, size):
         stop = min(start + size, count)
         body = _U32.pack(stop - start) + ids[4 * start : 4 * stop] + _extras(extras, start, stop)
         link = hash_bytes(_CHUNK_TAG + link + body)
-        keys.append(ChunkKey(origin, link, start, stop))
+        keys.append(ChunkKey(origin, link, start, stop, parent, namespace.salt))
+        parent = link
     return keys
 
 
