@@ -84,7 +84,9 @@ class CorruptFrameError(KVCoreError, ValueError):
         What is wrong, for counters: ``"truncated"``, ``"foreign"`` (not a frame at all), ``"version"`` (a newer
         major), ``"crc"``, ``"digest"``, ``"length"`` (sizes that contradict each other), ``"identity"`` (another
         namespace or key), ``"layout"`` (well formed, but not the shape or dtype the reader expects),
-        ``"unsupported"`` (a codec, table set or profile this build does not have).
+        ``"unsupported"`` (a codec, table set, profile or envelope this build does not have), ``"encrypted"`` (its
+        layers were asked for without its key), ``"key"`` (encrypted with a key that the ring does not hold),
+        ``"authentication"`` (altered after it was encrypted, or encrypted with another key or for another chunk).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:

@@ -5,7 +5,7 @@
 TABLES_DIR holds the shipped table sets (kvcore/codecs/tables). Decoded are codecs raw, kvs1 (high, balanced, small) and
 lossless of bfloat16, float16 and float32. Skipped, and named where it happens: values of kvs1 stay float32, they are
 not rounded to their element type, and RoPE, whose parameters are read, is not put back onto keys that had it taken off;
-lossless of 8-bit floats, and codecs grouped, fp8 and cachegen, are not decoded. Checks what it decodes. It is slow.
+lossless of 8-bit floats, codecs grouped, fp8, cachegen, turboquant and asym are not decoded. It checks, and is slow.
 """
 # ruff: noqa: D102, D103, T201 -- the two pages describe every step
 
@@ -85,7 +85,7 @@ def read_head(frame: bytes) -> tuple[dict, list[dict], list[tuple]]:
     """Return the header, the groups, and for every segment: layer, group, part, dtype, width, head, bytes, tiles."""
     need(frame[:4] == b"KVS1" and len(frame) >= 72, "no frame: the header is missing")
     h = dict(zip(HEADER.split(), struct.unpack("<HHIHHB3sIHHIIQQ8s8sI", frame[4:72]), strict=True))
-    need(h["major"] == 1, f"format {h['major']}")
+    need(h["major"] == 1 and not h["flags"] & 8, f"format {h['major']}" if h["major"] != 1 else "it is encrypted")
     end = 72 + h["varlen"] + h["directory"]
     need(h["stored"] == len(frame) >= end + 4, f"{len(frame)} bytes, the header says {h['stored']}")
     need(crc32c(frame[:end]) == int.from_bytes(frame[end : end + 4], "little"), "the CRC32C of the head differs")

@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.codecs.contract import Array, CodedSegment, Layers
-from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo, SegmentSize, align
 from kvcore.codecs.nonfinite import check_policy
-from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
+from kvcore.codecs.parts import FLOAT_DTYPES, Reader, check_dtypes, decode_parts, encode_parts
 from kvcore.codecs.places import host, near, on_device
 from kvcore.codecs.tables import table_set
-from kvcore.codecs.tiling import decode_tiles, encode_tiles
+from kvcore.codecs.tiling import decode_tiles, encode_tiles, max_tiles_size
 from kvcore.dtypes import to_dtype
 from kvcore.errors import ConfigError, CorruptFrameError, LayoutError, QuantizationError
 from kvcore.ops import Backend
@@ -101,8 +101,9 @@ class CacheGenConfig:
         for what in ("kspecs", "vspecs"):
             specs = tuple(getattr(self, what))
             object.__setattr__(self, what, specs)
-            covered = sorted(layer for spec in specs for layer in range(spec.start_layer, spec.end_layer))
-            if covered != list(range(self.nlayers)):
+            ordered = sorted(specs, key=lambda spec: spec.start_layer)
+            ends = [0, *(spec.end_layer for spec in ordered)]
+            if ends != [*(spec.start_layer for spec in ordered), self.nlayers]:
                 raise ConfigError(f"{what} {specs} must cover each of the layers 0 to {self.nlayers - 1} once")
 
     @classmethod
@@ -192,6 +193,18 @@ class CacheGen:
     def flags(self, group: GroupInfo) -> Flags:
         """See `Codec.flags`."""
         return Flags.OFFSET
+
+    def max_sizes(self, group: GroupInfo) -> list[SegmentSize]:
+        """See `Codec.max_sizes`."""
+        check_dtypes(group, self.name, FLOAT_DTYPES)
+        sizes: list[SegmentSize] = []
+        for part in group.parts:
+            bins = max(self._bins(part.name, layer) for layer in group.layers)
+            bits = (2 * (bins // 2 - 1)).bit_length()
+            nbytes, tiles = max_tiles_size(group.rows, part.width, bits)
+            side = align(4 + group.rows * to_dtype(part.dtype).itemsize, 4)
+            sizes += [(nbytes + (side if self.per_head or head == 0 else 4), tiles) for head in range(group.head_count)]
+        return sizes
 
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """See `Codec.encode`. The group's layers are those of the rows: their numbers decide the bins.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvcore.codecs.chunk_rows import rows_desc
-from kvcore.codecs.contract import Codec, CodedSegment, Layers
+from kvcore.codecs.contract import Codec, CodedSegment, Layers, omitted_parts
 from kvcore.codecs.frame_values import GroupInfo
 from kvcore.errors import KVCoreError, UnsupportedOpError
 from kvcore.ops import Backend, fetch, on_host, on_stream, send
@@ -38,6 +38,8 @@ _CODER_OPS = (
     "reduce_absmax",
     "reduce_minmax",
     "reduce_moments",
+    "reduce_norm",
+    "rotate",
     "shift_rope",
     "unpack_bits",
 )
@@ -119,7 +121,8 @@ def decode_scatter(
 ) -> RowLayout:
     """Decode segments into tokens of a paged cache: the reverse of `gather_encode`; it is done when it returns.
 
-    An index of -1 leaves its token out. Nothing is written if the bytes are not what the codec writes.
+    An index of -1 leaves its token out. Nothing is written if the bytes are not what the codec writes. A part that the
+    codec's frames do not hold stays as it is.
 
     Raises
     ------
@@ -133,7 +136,11 @@ def decode_scatter(
     if fused is not None and fused(layers, index, codec=codec, group=group, unit=unit, out=out) is not None:
         return out
     with _current(backend, out):
-        backend.scatter_paged(_decoded(backend, codec, layers, group), index, unit=unit, out=out)
+        chunk, target = _decoded(backend, codec, layers, group), out
+        if omitted := omitted_parts(codec, group):
+            held = tuple(part.name for part in group.parts if part.name not in omitted)
+            chunk, target = chunk.select(parts=held), out.select(parts=held)
+        backend.scatter_paged(chunk, index, unit=unit, out=target)
         backend.runtime.check()
     return out
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo, SegmentSize
 from kvcore.codecs.places import Array, copied, row_major
 from kvcore.dtypes import to_dtype
 from kvcore.errors import LayoutError
@@ -22,7 +22,7 @@ from kvcore.memory import LayoutDesc
 from kvcore.ops import Backend
 from kvcore.rows import RowLayout
 
-__all__ = ["Array", "Codec", "CodedSegment", "Layers", "join_layers", "part_arrays", "put_part_arrays"]
+__all__ = ["Array", "Codec", "CodedSegment", "Layers", "join_layers", "omitted_parts", "part_arrays", "put_part_arrays"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,9 @@ class Codec(Protocol):
     on_device : bool, optional
         Whether `encode` and `decode` also take rows in a device's memory: then they bring no more than coded bytes,
         statistics and steps over the link. Without it a device's rows are copied over and coded on the host.
+    omits : tuple of str, optional
+        Names of parts that the frame does not hold: their segments have no bytes, `encode` does not read them, and
+        `decode` leaves them as they are. See `omitted_parts`.
     """
 
     name: str
@@ -68,6 +71,13 @@ class Codec(Protocol):
 
     def flags(self, group: GroupInfo) -> Flags:
         """Return the frame's flags for a group."""
+
+    def max_sizes(self, group: GroupInfo) -> list[SegmentSize]:
+        """Return the most that the segments of a layer can take, in (part, head) order: bytes, and tiles.
+
+        Whatever the values are, and wherever in a sequence; of the tiles only their number means something. It is what
+        they take where that does not depend on the values.
+        """
 
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """Encode layers.
@@ -98,6 +108,12 @@ class Codec(Protocol):
         CorruptFrameError
             The bytes are not what the encoder writes.
         """
+
+
+def omitted_parts(codec: Codec, group: GroupInfo) -> tuple[str, ...]:
+    """Return the names of a group's parts that a codec's frames do not hold."""
+    omits: tuple[str, ...] = getattr(codec, "omits", ())
+    return tuple(part.name for part in group.parts if part.name in omits)
 
 
 def part_arrays(backend: Backend, rows: RowLayout, group: GroupInfo) -> dict[str, Array]:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvcore.codecs.contract import CodedSegment, Layers
-from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo, SegmentSize
 from kvcore.codecs.nonfinite import check_policy
-from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
+from kvcore.codecs.parts import FLOAT_DTYPES, Reader, check_dtypes, decode_parts, encode_parts
 from kvcore.codecs.places import fetched, near, on_device
 from kvcore.dtypes import dtype_name, to_dtype
 from kvcore.errors import ConfigError, CorruptFrameError
@@ -69,6 +69,11 @@ class Fp8:
         """See `Codec.flags`."""
         return Flags(0)
 
+    def max_sizes(self, group: GroupInfo) -> list[SegmentSize]:
+        """See `Codec.max_sizes`."""
+        check_dtypes(group, self.name, FLOAT_DTYPES)
+        return [(4 + group.rows * part.width, ()) for part in group.parts for _ in range(group.head_count)]
+
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """See `Codec.encode`."""
         spec = QuantSpec.fp8(_PRESETS[self.name][1], _AXES)
@@ -92,23 +97,25 @@ class Fp8:
     ) -> None:
         """See `Codec.decode`."""
         spec = QuantSpec.fp8(_PRESETS[self.name][1], _AXES)
+        largest = np.asarray(spec.code_max, spec.code_dtype).view(np.uint8)
 
         def values(part: PartInfo, segments: list[list[CodedSegment]]) -> Any:
             shape = (len(segments), group.head_count, group.rows, part.width)
-            codes, scale = np.empty(shape, spec.code_dtype), np.empty((*shape[:2], 1, 1), np.float32)
+            codes, scale = np.empty(shape, np.uint8), np.empty((*shape[:2], 1, 1), np.float32)
             for place in np.ndindex(shape[:2]):
                 segment = segments[place[0]][place[1]]
                 reader = Reader(segment.data)
                 scale[place] = reader.array(1, "<f4")[0]
-                codes[place] = reader.array(shape[2] * shape[3], "u1").view(spec.code_dtype).reshape(shape[2:])
+                codes[place] = reader.array(shape[2] * shape[3], "u1").reshape(shape[2:])
                 reader.finish()
                 if segment.tiles:
                     raise CorruptFrameError("an fp8 segment has no tiles", reason="stream")
             if not ((scale >= SCALE_MIN) & (scale <= SCALE_MAX)).all():
                 raise CorruptFrameError("a scale outside 2**-100 .. 2**125", reason="stream")
-            if not np.isfinite(codes.astype(np.float32)).all():
+            # Without their sign, codes are in the order of their values: what is not finite comes after the largest.
+            if codes.size and (codes & 0x7F).max() > largest:
                 raise CorruptFrameError(f"a code of {dtype_name(spec.code_dtype)} that is not finite", reason="stream")
-            quantised = Quantized(near(backend, codes), near(backend, scale))
+            quantised = Quantized(near(backend, codes.view(spec.code_dtype)), near(backend, scale))
             return backend.dequantize(quantised, spec, dtype=to_dtype(part.dtype))
 
         decode_parts(backend, layers, group, out, values)

@@ -6,6 +6,7 @@ that a cache is gathered straight into its frame.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,7 @@ __all__ = [
     "PartInfo",
     "Segment",
     "encode_frame",
+    "frame_bound",
     "plan_frame",
     "stream_layers",
     "write_frame",
@@ -136,7 +138,8 @@ def plan_frame(
     if sizes is None:
         if codec.codec_id:
             raise LayoutError(f"the sizes of segments of codec {codec.name} do not follow from the groups; give them")
-        sizes = [raw.segment_sizes(groups[index]) for _, index in stored_order(groups)]
+        varlen = pack_varlen(Varlen(namespace, key, codec.chain, groups))
+        return replace(_raw_plan(tuple(map(_anywhere, groups)), tokens), groups=groups, varlen=varlen)
     _check_segments(groups, sizes)
     varlen = pack_varlen(Varlen(namespace, key, codec.chain, groups))
     levels: tuple[int, int] | None = getattr(codec, "levels", None)
@@ -157,6 +160,36 @@ def plan_frame(
     )
     layers = place_layers(groups, [(0, layer) for layer in sizes], header.head_bytes)
     return FramePlan(replace(header, stored_bytes=layers[-1].stop), groups, varlen, layers)
+
+
+def _anywhere(group: GroupInfo) -> GroupInfo:
+    return group if group.base_position == 0 else replace(group, base_position=0)
+
+
+@functools.lru_cache(maxsize=64)
+def _raw_plan(groups: tuple[GroupInfo, ...], tokens: int) -> FramePlan:
+    """The plan of a raw frame at position 0 under no key: but for that, the chunks of a model are alike."""
+    by_group = [raw.segment_sizes(group) for group in groups]
+    sizes = [by_group[index] for _, index in stored_order(groups)]
+    return plan_frame(groups, tokens=tokens, namespace=bytes(32), key=bytes(32), sizes=sizes)
+
+
+def frame_bound(groups: Sequence[GroupInfo], *, tokens: int, codec: Codec | str) -> int:
+    """Return the most bytes that a frame of a codec takes, whatever its values are; exact where they do not matter.
+
+    Raises
+    ------
+    ConfigError, LayoutError
+        As `plan_frame` does.
+    UnsupportedOpError
+        The codec does not take an element type.
+    """
+    codec = get_codec(codec) if isinstance(codec, str) else codec
+    if codec.codec_id == 0:
+        return plan_frame(groups, tokens=tokens, namespace=bytes(32), key=bytes(32), codec=codec).nbytes
+    by_group = [codec.max_sizes(group) for group in groups]
+    sizes = [by_group[index] for _, index in stored_order(groups)]
+    return plan_frame(groups, tokens=tokens, namespace=bytes(32), key=bytes(32), codec=codec, sizes=sizes).nbytes
 
 
 def _flags(codec: Codec, groups: Sequence[GroupInfo]) -> int:
@@ -187,22 +220,37 @@ class FrameWriter:
     Parameters
     ----------
     plan : FramePlan
-        The frame is allocated here, once, zeroed.
+    out : writable bytes-like, optional
+        Where the frame is written: its first ``plan.nbytes`` bytes. They may hold anything; of what is not filled
+        only the bytes between layers and segments are cleared. Without it the frame is allocated here, once, zeroed.
+
+    Raises
+    ------
+    LayoutError
+        `out` is too small, read-only or not contiguous. Nothing has been written.
     """
 
     __slots__ = ("_frame", "_plan", "_view")
 
-    def __init__(self, plan: FramePlan) -> None:
+    def __init__(self, plan: FramePlan, out: Buffer | None = None) -> None:
         self._plan = plan
-        self._frame = bytearray(plan.nbytes)
-        self._view = memoryview(self._frame)
+        if out is None:
+            self._frame: bytearray | memoryview = bytearray(plan.nbytes)
+            self._view = memoryview(self._frame)
+            return
+        view = byte_view(out)
+        if view.readonly or len(view) < plan.nbytes:
+            what = "is read-only" if view.readonly else f"has {len(view)} B"
+            raise LayoutError(f"the frame takes {plan.nbytes} B, the memory that it shall be written to {what}")
+        self._frame = self._view = view[: plan.nbytes]
+        self._clear_gaps()
 
     def layer_view(self, index: int) -> memoryview:
         """Return the place of a stored layer, a writable view; leave the bytes between its segments zero."""
         entry = self._plan.layers[index]
         return self._view[entry.start : entry.stop]
 
-    def finish(self, digest: Digest) -> bytearray:
+    def finish(self, digest: Digest) -> bytearray | memoryview:
         """Digest the layers in one call, write the head, return the frame: the buffer itself, not a copy."""
         plan = self._plan
         digests = digest([self.layer_view(index) for index in range(len(plan.layers))])
@@ -210,6 +258,14 @@ class FrameWriter:
         self._view[: len(head)] = head
         self._view[len(head) : len(head) + CRC_BYTES] = crc32c(head).to_bytes(CRC_BYTES, "little")
         return self._frame
+
+    def _clear_gaps(self) -> None:
+        end = self._plan.header.head_bytes
+        for entry in self._plan.layers:
+            for segment in entry.segments:
+                if end < segment.offset:
+                    self._view[end : segment.offset] = bytes(segment.offset - end)
+                end = segment.offset + segment.nbytes
 
 
 def write_frame(
@@ -221,7 +277,8 @@ def write_frame(
     key: bytes,
     codec: Codec | str = "raw",
     digest: Digest,
-) -> bytearray:
+    out: Buffer | None = None,
+) -> bytearray | memoryview:
     """Write a frame from segments that already exist, one copy each. `FrameWriter` saves that copy.
 
     Parameters
@@ -234,13 +291,16 @@ def write_frame(
         As in `plan_frame`.
     digest : callable
         The backend's `digest` op.
+    out : writable bytes-like, optional
+        Where to write it: see `FrameWriter`. What is returned is then a view of the frame there.
 
     Raises
     ------
     ConfigError
         As `plan_frame` does.
     LayoutError
-        The segments are not as many, or (raw) not as long, as the groups say. Nothing has been written.
+        The segments are not as many, or (raw) not as long, as the groups say, or `out` is too small for them. Nothing
+        has been written.
     """
     segments = [[s if isinstance(s, CodedSegment) else CodedSegment(memoryview(s)) for s in layer] for layer in layers]
     views = [[byte_view(s.data) for s in layer] for layer in segments]
@@ -254,7 +314,7 @@ def write_frame(
         wanted = [[nbytes for nbytes, _ in raw.segment_sizes(groups[index])] for _, index in stored_order(groups)]
         if given != wanted:
             raise LayoutError(f"segments of {given} bytes do not fit groups that need {wanted}, per layer")
-    writer = FrameWriter(plan)
+    writer = FrameWriter(plan, out)
     for index, entry in enumerate(plan.layers):
         target = writer.layer_view(index)
         for segment, view in zip(entry.segments, views[index], strict=True):
@@ -271,7 +331,8 @@ def encode_frame(
     namespace: bytes,
     key: bytes,
     codec: Codec | str,
-) -> bytearray:
+    out: Buffer | None = None,
+) -> bytearray | memoryview:
     """Encode a chunk and write its frame.
 
     Parameters
@@ -283,6 +344,8 @@ def encode_frame(
         For each group the dense rows of all its layers.
     tokens, namespace, key, codec
         As in `plan_frame`.
+    out : writable bytes-like, optional
+        As in `write_frame`.
 
     Raises
     ------
@@ -302,4 +365,6 @@ def encode_frame(
     backend = on_host(backend)
     coded = [iter(codec.encode(backend, one, group)) for group, one in zip(groups, rows, strict=True)]
     layers = [next(coded[index]) for _, index in stored_order(groups)]
-    return write_frame(groups, layers, tokens=tokens, namespace=namespace, key=key, codec=codec, digest=backend.digest)
+    return write_frame(
+        groups, layers, tokens=tokens, namespace=namespace, key=key, codec=codec, digest=backend.digest, out=out
+    )

@@ -10,17 +10,25 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from kvcore.codecs import raw
-from kvcore.codecs.contract import Codec
-from kvcore.codecs.frame_format import CRC_BYTES, MINOR, FrameHeader, Varlen, crc32c
-from kvcore.codecs.frame_values import Flags, GroupInfo, LayerEntry, SegmentSize
+from kvcore.codecs.contract import Codec, omitted_parts
+from kvcore.codecs.frame_format import (
+    CRC_BYTES,
+    ENCRYPTION_STEP,
+    ENVELOPE_BYTES,
+    MINOR,
+    FrameHeader,
+    Varlen,
+    crc32c,
+)
+from kvcore.codecs.frame_values import ELEMENTS_OF_A_BYTE, Flags, GroupInfo, LayerEntry, SegmentSize
 from kvcore.codecs.registry import codec_of, get_codec
 from kvcore.entropy import MODE_RANS, TILE_CHANNELS, TILE_TOKENS
 from kvcore.errors import CorruptFrameError
 
-__all__ = ["check_crc", "check_identity", "check_lengths", "check_sizes", "open_codec"]
+__all__ = ["check_crc", "check_identity", "check_lengths", "check_plain", "check_sizes", "open_codec"]
 
 # Plain integers: the complement of an IntFlag knows only the bits that have names.
-_READABLE = int(Flags.UNROPED | Flags.OFFSET | Flags.LEVELS)
+_READABLE = int(Flags.UNROPED | Flags.OFFSET | Flags.LEVELS | Flags.ENCRYPTED)
 _TILE_VALUES = TILE_TOKENS * TILE_CHANNELS
 
 
@@ -45,6 +53,15 @@ def check_crc(head: bytes) -> None:
         raise CorruptFrameError(f"the head has CRC32C {found:08x}, the frame says {stored:08x}", reason="crc")
 
 
+def check_plain(header: FrameHeader) -> None:
+    """Refuse to take the layers of an encrypted frame for what they were before."""
+    if header.encrypted:
+        raise CorruptFrameError(
+            "the frame is encrypted: open it with its keys first (FrameCipher.open), its layers mean nothing without",
+            reason="encrypted",
+        )
+
+
 def open_codec(header: FrameHeader, varlen: Varlen) -> Codec:
     """Return the codec that reads the frame: known, with the same tables and profile, and meant by the flags."""
     if unknown := header.flags & ~_READABLE:
@@ -52,10 +69,9 @@ def open_codec(header: FrameHeader, varlen: Varlen) -> Codec:
     if header.minor <= MINOR and any(header.unused):
         raise _unsupported("reserved bytes of the header are not zero")
     codec = codec_of(header.codec_id, header.preset)
-    if varlen.codecs != codec.chain:
-        raise _unsupported(
-            f"codec {codec.name} comes as chain {list(codec.chain)}, the frame has {list(varlen.codecs)}"
-        )
+    chain = (*codec.chain, ENCRYPTION_STEP) if header.encrypted else codec.chain
+    if varlen.codecs != chain:
+        raise _unsupported(f"codec {codec.name} comes as chain {list(chain)}, the frame has {list(varlen.codecs)}")
     if header.profile != bytes(8):
         raise _unsupported(f"the frame needs profile {header.profile.hex()}, and this build reads none")
     if (header.tables, header.precision) != (codec.tables, codec.precision):
@@ -71,7 +87,8 @@ def open_codec(header: FrameHeader, varlen: Varlen) -> Codec:
     for group in varlen.groups:
         possible |= int(codec.flags(group))
     # Keys may come with their RoPE on, from a writer that did not know how to take it off.
-    if header.flags & ~possible or possible & ~header.flags & ~int(Flags.UNROPED):
+    flags = header.flags & ~int(Flags.ENCRYPTED)
+    if flags & ~possible or possible & ~flags & ~int(Flags.UNROPED):
         raise _unsupported(f"the frame has flags {header.flags:#x}, codec {codec.name} sets {possible:#x} here")
     return codec
 
@@ -109,15 +126,18 @@ def check_sizes(header: FrameHeader, varlen: Varlen, layers: Sequence[LayerEntry
         raise CorruptFrameError(
             f"the groups have {raw_bytes} bytes, the header says {header.raw_bytes}", reason="length"
         )
-    if layers[-1].stop != header.stored_bytes:
+    # Of an encrypted frame the layers are placed as they were before; its body is longer by the envelope.
+    added = header.head_bytes - header.plain_head_bytes
+    stops = [layers[-1].stop + added + more for more in (ENVELOPE_BYTES.values() if header.encrypted else (0,))]
+    if header.stored_bytes not in stops:
         raise CorruptFrameError(
-            f"the last segment ends at {layers[-1].stop}, the header says {header.stored_bytes}",
+            f"the last segment ends at {' or '.join(map(str, stops))}, the header says {header.stored_bytes}",
             reason="length",
         )
     for entry in layers:
         group = varlen.groups[entry.group]
         sizes = [(segment.nbytes, segment.tiles) for segment in entry.segments]
-        if not (_raw_sizes if codec.codec_id == 0 else _coded_sizes)(group, sizes):
+        if not (_raw_sizes(group, sizes) if codec.codec_id == 0 else _coded_sizes(group, sizes, codec)):
             raise CorruptFrameError(
                 f"the segments of layer {entry.layer} have not the size of their rows", reason="length"
             )
@@ -127,19 +147,32 @@ def _raw_sizes(group: GroupInfo, sizes: Sequence[SegmentSize]) -> bool:
     return sizes == raw.segment_sizes(group)
 
 
-def _coded_sizes(group: GroupInfo, sizes: Sequence[SegmentSize]) -> bool:
+def _coded_sizes(group: GroupInfo, sizes: Sequence[SegmentSize], codec: Codec) -> bool:
     """Whether segments of these sizes may hold a layer's rows; what exactly they hold, their codec checks."""
-    widths = [part.width for part in group.parts for _ in range(group.head_count)]
-    for width, (nbytes, tiles) in zip(widths, sizes, strict=True):
+    parts, omitted = [part for part in group.parts for _ in range(group.head_count)], omitted_parts(codec, group)
+    if omitted and not _room_of_omitted(group, sizes, omitted):
+        return False
+    for part, (nbytes, tiles) in zip(parts, sizes, strict=True):
+        if part.name in omitted:
+            if nbytes or tiles:
+                return False
+            continue
+        width = part.width
         most = -(-group.rows // TILE_TOKENS) * -(-width // TILE_CHANNELS)
         if len(tiles) > most or any(mode > MODE_RANS for mode, _ in tiles):
             return False
         if sum(2 * words for _, words in tiles) > nbytes:
             return False
         # Values outside tiles take a bit at least; a tile may be constant.
-        if group.rows * width > 8 * nbytes + _TILE_VALUES * len(tiles):
+        if group.rows * width > ELEMENTS_OF_A_BYTE * nbytes + _TILE_VALUES * len(tiles):
             return False
     return True
+
+
+def _room_of_omitted(group: GroupInfo, sizes: Sequence[SegmentSize], omitted: Sequence[str]) -> bool:
+    """Whether all rows of a layer, those that it does not hold too, take no more room than its bytes vouch for."""
+    elements = group.rows * group.head_count * sum(part.width for part in group.parts)
+    return elements <= ELEMENTS_OF_A_BYTE * sum(nbytes for nbytes, _ in sizes)
 
 
 def _unsupported(message: str) -> CorruptFrameError:

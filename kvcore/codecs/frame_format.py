@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 from kvcore.codecs.frame_values import (
@@ -27,6 +29,8 @@ from kvcore.rope import SCALING_PARAMETERS, RopeParams
 
 __all__ = [
     "CRC_BYTES",
+    "ENCRYPTION_STEP",
+    "ENVELOPE_BYTES",
     "HEADER_BYTES",
     "MAGIC",
     "MAJOR",
@@ -34,6 +38,7 @@ __all__ = [
     "FrameHeader",
     "Varlen",
     "crc32c",
+    "digest_places",
     "directory_size",
     "pack_directory",
     "pack_levels",
@@ -48,6 +53,9 @@ MAJOR, MINOR = 1, 0
 HEADER_BYTES = 72
 CRC_BYTES = 4
 DIGEST_BYTES = 32
+ENCRYPTION_STEP = "aesgcm"
+ENVELOPE_BYTES = {1: 29, 2: 33}
+"""Version of the envelope -> what it adds to the body of a frame: its version, key id, IV and tag."""
 _U8, _U16, _U32 = (struct.Struct("<" + code) for code in "BHI")
 _U32X2, _I64, _F64 = struct.Struct("<II"), struct.Struct("<q"), struct.Struct("<d")
 _HEADER = struct.Struct("<4sHHIHHB3sIHHIIQQ8s8sI")
@@ -103,6 +111,16 @@ class FrameHeader:
     def head_bytes(self) -> int:
         """Bytes from the frame's start to the end of the head's CRC."""
         return HEADER_BYTES + self.varlen_bytes + self.directory_bytes + CRC_BYTES
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether flag ENCRYPTED is set: the layers cannot be read before the frame is opened with its key."""
+        return bool(self.flags & Flags.ENCRYPTED)
+
+    @property
+    def plain_head_bytes(self) -> int:
+        """`head_bytes` of the frame before it was encrypted, from which the places of its layers follow."""
+        return self.head_bytes - (_U8.size + len(ENCRYPTION_STEP)) * self.encrypted
 
     @property
     def levels(self) -> tuple[int, int] | None:
@@ -161,12 +179,12 @@ def pack_levels(levels: tuple[int, int] | None) -> bytes:
     Raises
     ------
     ConfigError
-        A constant is beyond -128 .. 127.
+        They are not two integers of -128 .. 127.
     """
     if levels is None:
         return bytes(7)
-    if any(not -128 <= level <= 127 for level in levels):
-        raise ConfigError(f"level constants are in -128..127 eighths of an octave, got {levels}")
+    if len(levels) != 2 or not all(isinstance(level, Integral) and -128 <= level <= 127 for level in levels):
+        raise ConfigError(f"level constants are two integers in -128..127, eighths of an octave, got {levels}")
     return _LEVELS.pack(*levels) + bytes(7 - _LEVELS.size)
 
 
@@ -223,6 +241,27 @@ def parse_varlen(data: memoryview, header: FrameHeader) -> Varlen:
     return Varlen(namespace, key, codecs, tuple(groups))
 
 
+def digest_places(directory: Buffer, groups: Sequence[GroupInfo]) -> list[int]:
+    """Return where in a directory the layers' digests stand, 8 bytes each; `CorruptFrameError` past its end."""
+    counts = [groups[group].segment_count for _, group in stored_order(groups)]
+    if len(directory) == sum(_LAYER.size + _SEGMENT.size * count for count in counts):
+        # No segment has tiles, and nothing has to be read. Frames of codec raw have the most bytes to encrypt.
+        starts = accumulate(counts, lambda at, count: at + _LAYER.size + _SEGMENT.size * count, initial=0)
+        return list(starts)[:-1]
+    places, at = [], 0
+    try:
+        for count in counts:
+            places.append(at)
+            at += _LAYER.size
+            for _ in range(count):
+                at += _SEGMENT.size + _TILE.size * _SEGMENT.unpack_from(directory, at)[1]
+    except struct.error:
+        at = len(directory) + 1
+    if at > len(directory):
+        raise CorruptFrameError(f"the directory ends after {len(directory)} bytes, its layers do not", reason="length")
+    return places
+
+
 def directory_size(sizes: Iterable[Iterable[SegmentSize]]) -> int:
     """Bytes of the directory of these layers."""
     return sum(_LAYER.size + sum(_SEGMENT.size + _TILE.size * len(tiles) for _, tiles in layer) for layer in sizes)
@@ -246,14 +285,30 @@ def parse_directory(
     """Read the directory: (digest, segment sizes) of each stored layer."""
     cursor, directory = _Cursor(data), []
     for _, group in stored_order(groups):
-        digest = cursor.read(_LAYER)
-        sizes: list[SegmentSize] = []
-        for _ in range(groups[group].segment_count):
-            nbytes, tiles = _SEGMENT.unpack(cursor.take(_SEGMENT.size))
-            sizes.append((nbytes, tuple(_TILE.iter_unpack(cursor.take(tiles * _TILE.size))) if tiles else ()))
-        directory.append((digest, sizes))
+        digest, count = cursor.read(_LAYER), groups[group].segment_count
+        directory.append((digest, _sizes_without_tiles(cursor, count) or _sizes(cursor, count)))
     cursor.finish(header)
     return directory
+
+
+def _sizes(cursor: _Cursor, count: int) -> list[SegmentSize]:
+    sizes: list[SegmentSize] = []
+    for _ in range(count):
+        nbytes, tiles = _SEGMENT.unpack(cursor.take(_SEGMENT.size))
+        sizes.append((nbytes, tuple(_TILE.iter_unpack(cursor.take(tiles * _TILE.size))) if tiles else ()))
+    return sizes
+
+
+def _sizes_without_tiles(cursor: _Cursor, count: int) -> list[SegmentSize] | None:
+    """Read segments all at once, as those of codecs without tiles can be; None, and nothing is read, for others."""
+    data = cursor.peek(count * _SEGMENT.size)
+    if len(data) < count * _SEGMENT.size:
+        return None
+    found = list(_SEGMENT.iter_unpack(data))
+    if any(tiles for _, tiles in found):
+        return None
+    cursor.take(len(data))
+    return [(nbytes, ()) for nbytes, _ in found]
 
 
 def _pack_group(group: GroupInfo) -> bytes:
@@ -340,6 +395,10 @@ class _Cursor:
             )
         self._at = end
         return self._view[at:end]
+
+    def peek(self, nbytes: int) -> memoryview:
+        """Return the next bytes without taking them: fewer where the view ends."""
+        return self._view[self._at : self._at + nbytes]
 
     def read(self, one: struct.Struct) -> Any:
         return one.unpack(self.take(one.size))[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvcore.codecs.contract import Codec, CodedSegment
-from kvcore.codecs.frame_checks import check_crc, check_identity, check_lengths, check_sizes, open_codec
+from kvcore.codecs.frame_checks import check_crc, check_identity, check_lengths, check_plain, check_sizes, open_codec
 from kvcore.codecs.frame_format import HEADER_BYTES, FrameHeader, parse_directory, parse_varlen
 from kvcore.codecs.frame_values import (
     LAYER_ALIGN,
@@ -32,6 +32,9 @@ class FrameReader:
     The head (header, varlen part, directory) is verified here; a layer when it is asked for. The buffer must
     not change while the reader or its views are in use.
 
+    Of an encrypted frame the head can be read: whose it is, its codec, groups, and the sizes of layers and segments.
+    The layers themselves raise, reason ``"encrypted"``; `kvcore.codecs.encryption.FrameCipher` gives the plain frame.
+
     Parameters
     ----------
     buffer : bytes-like
@@ -50,7 +53,8 @@ class FrameReader:
     ----------
     header : FrameHeader
     layers : tuple of LayerEntry
-        The stored layers, in ascending order of the model's layers.
+        The stored layers, in ascending order of the model's layers. Of an encrypted frame with the places that they
+        have in the plain one, and without digests.
     codec : Codec
         What decodes them, as the header names it.
 
@@ -82,8 +86,10 @@ class FrameReader:
         check_identity(varlen, expect_namespace, expect_key, expect_groups)
         self.codec: Codec = open_codec(header, varlen)
         directory = parse_directory(view[end : end + header.directory_bytes], varlen.groups, header)
+        if header.encrypted:
+            directory = [(0, sizes) for _, sizes in directory]
         self.header: FrameHeader = header
-        self.layers: tuple[LayerEntry, ...] = place_layers(varlen.groups, directory, header.head_bytes)
+        self.layers: tuple[LayerEntry, ...] = place_layers(varlen.groups, directory, header.plain_head_bytes)
         check_sizes(header, varlen, self.layers, self.codec)
         self._varlen, self._view, self._digest = varlen, view, digest
 
@@ -109,8 +115,8 @@ class FrameReader:
 
     @property
     def available_layers(self) -> int:
-        """How many layers, counted from the first, are wholly in the buffer."""
-        return sum(entry.stop <= len(self._view) for entry in self.layers)
+        """How many layers, counted from the first, are wholly in the buffer; of an encrypted frame none is."""
+        return 0 if self.header.encrypted else sum(entry.stop <= len(self._view) for entry in self.layers)
 
     def layer(self, index: int) -> memoryview:
         """Verify a stored layer and return its bytes, a read-only view.
@@ -124,13 +130,16 @@ class FrameReader:
         ------
         CorruptFrameError
             reason ``"digest"``: its bytes, or the padding before it, are not what was written;
-            ``"truncated"``: a partial frame does not reach that far.
+            ``"truncated"``: a partial frame does not reach that far; ``"encrypted"``: it needs its key first.
         IndexError
             There is no such layer.
         """
-        self._verify([index])
-        entry = self.layers[index]
-        return self._view[entry.start : entry.stop]
+        return self.layer_views([index])[0]
+
+    def layer_views(self, indices: Sequence[int]) -> list[memoryview]:
+        """Verify stored layers in one call of `digest`, and return the bytes of each; raises as `layer` does."""
+        self._verify(indices)
+        return [self._view[entry.start : entry.stop] for entry in (self.layers[index] for index in indices)]
 
     def segments(self, index: int) -> tuple[CodedSegment, ...]:
         """Verify a stored layer and return its segments, in (part, head) order; their data are read-only views."""
@@ -216,6 +225,7 @@ class FrameReader:
         self.codec.decode(on_host(backend), [self._segments(entry) for entry in entries], group, out)
 
     def _verify(self, indices: Iterable[int]) -> None:
+        check_plain(self.header)
         places = [range(len(self.layers))[index] for index in indices]
         for place in places:
             entry = self.layers[place]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvcore.codecs.frame_checks import check_plain
 from kvcore.codecs.frame_format import HEADER_BYTES, FrameHeader
 from kvcore.codecs.frame_reader import FrameReader
 from kvcore.codecs.frame_values import Buffer, Digest, GroupInfo, byte_view
@@ -40,7 +41,8 @@ def stream_layers(
     Raises
     ------
     CorruptFrameError
-        As `FrameReader` does, as soon as it shows; ``"truncated"`` where the pieces end before the frame does.
+        As `FrameReader` does, as soon as it shows; ``"truncated"`` where the pieces end before the frame does;
+        ``"encrypted"`` for a frame that must be opened, whole, with its key first.
 
     Examples
     --------
@@ -71,6 +73,7 @@ def stream_layers(
                 digest=digest,
                 partial=True,
             )
+            check_plain(reader.header)
         while reader is not None and done < reader.available_layers:
             yield reader, done
             done += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -12,6 +13,7 @@ from kvcore.errors import LayoutError
 from kvcore.rope import RopeParams
 
 __all__ = [
+    "ELEMENTS_OF_A_BYTE",
     "LAYER_ALIGN",
     "SEGMENT_ALIGN",
     "Buffer",
@@ -31,6 +33,8 @@ __all__ = [
 
 LAYER_ALIGN = 256
 SEGMENT_ALIGN = 16
+ELEMENTS_OF_A_BYTE = 8
+"""What a stored byte stands for, at most, outside tiles: what lets a reader believe a group's shape."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Digest: TypeAlias = Callable[[Sequence[memoryview]], Sequence[int]]
@@ -44,9 +48,9 @@ _U32_MAX = 2**32 - 1
 
 
 class Flags(IntFlag):
-    """Bits of the header's flags. Codec raw sets none; a bit that a reader does not know is an error.
+    """Bits of the header's flags. A bit that a reader does not know is an error.
 
-    ENCRYPTED is reserved: no build reads it yet.
+    No codec sets ENCRYPTED: it comes with the last step of the chain, see `kvcore.codecs.encryption`.
     """
 
     UNROPED = 1
@@ -95,7 +99,7 @@ class PartInfo:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of one head, uncompressed."""
-        return self.width * to_dtype(self.dtype).itemsize
+        return self.width * _itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,11 @@ class LayerEntry:
     stop: int
     segments: tuple[Segment, ...]
     digest: int = 0
+
+
+@functools.lru_cache(maxsize=64)
+def _itemsize(dtype: str) -> int:
+    return to_dtype(dtype).itemsize
 
 
 def stored_order(groups: Sequence[GroupInfo]) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ a whole byte.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.codecs.contract import Array, CodedSegment, Layers
-from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo, SegmentSize
 from kvcore.codecs.nonfinite import check_policy
-from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
+from kvcore.codecs.parts import FLOAT_DTYPES, Reader, check_dtypes, decode_parts, encode_parts
 from kvcore.codecs.places import copied, empty, filled, host, near, on_device
 from kvcore.dtypes import BFLOAT16, to_dtype
 from kvcore.errors import ConfigError, CorruptFrameError, QuantizationError
@@ -77,6 +78,15 @@ class Grouped:
     def flags(self, group: GroupInfo) -> Flags:
         """See `Codec.flags`."""
         return Flags(0)
+
+    def max_sizes(self, group: GroupInfo) -> list[SegmentSize]:
+        """See `Codec.max_sizes`."""
+        check_dtypes(group, self.name, FLOAT_DTYPES)
+        sizes: list[SegmentSize] = []
+        for part in group.parts:
+            scales = math.prod(_scale_shape(group.rows, part.width, part.name in _KEYS))
+            sizes += [(4 * scales + -(-group.rows * part.width * self.preset // 8), ())] * group.head_count
+        return sizes
 
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """See `Codec.encode`."""
@@ -153,8 +163,8 @@ def _store_codes(
     # The last code may be one too many where both ends of a group were halves: held, it is off by no more.
     held = bool((last - zero > q).any())
     if held or not on_device(integers):
-        codes = np.minimum(host(backend, integers) - zero, q).astype(np.uint8)
-        copied(backend, near(backend, codes), out=out)
+        codes = host(backend, integers) - zero.astype(np.int16)  # 0 to q + 1, whatever the two are
+        copied(backend, near(backend, np.minimum(codes, q, out=codes).astype(np.uint8)), out=out)
         return
     # A device subtracts where it dequantises, from bytes: the lowest byte of their difference is the code.
     there, low = near(backend, zero & 0xFF), _low_bytes(integers)

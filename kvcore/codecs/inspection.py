@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvcore.codecs.chunk_rows import allocate_rows
 from kvcore.codecs.contract import Codec, CodedSegment
+from kvcore.codecs.envelope import Envelope
 from kvcore.codecs.frame_checks import check_crc, check_lengths, check_sizes, open_codec
 from kvcore.codecs.frame_format import CRC_BYTES, HEADER_BYTES, FrameHeader, Varlen, parse_directory, parse_varlen
 from kvcore.codecs.frame_values import Buffer, GroupInfo, LayerEntry, byte_view, place_layers
@@ -48,12 +49,14 @@ class LayerReport:
     Parameters
     ----------
     layer, group, start, nbytes : int
+        `start` of an encrypted layer is its place in the plain frame.
     parts : dict of str to int
         Stored bytes by part, all heads together.
     digest : str
-        ``"ok"``, ``"bad"``, ``"missing"`` (the file ends before the layer does) or ``"unchecked"`` (no backend).
+        ``"ok"``, ``"bad"``, ``"missing"`` (the file ends before the layer does), ``"unchecked"`` (no backend) or
+        ``"encrypted"``.
     decoded : str
-        ``"ok"``, ``"bad"``, ``"missing"``, ``"damaged"`` (its digest is bad), or why it was not decoded.
+        ``"ok"``, ``"bad"``, ``"missing"``, ``"damaged"`` (its digest is bad), ``"encrypted"``, or why it was not tried.
     raw_rows : dict of str to list of list of int
         By part and head, the rows that KVS1 stored as they are; empty if it was not decoded, and for other codecs.
     """
@@ -96,6 +99,7 @@ class FrameReport:
     header: FrameHeader | None = None
     varlen: Varlen | None = None
     codec: Codec | None = None
+    envelope: Envelope | None = None
     layers: list[LayerReport] = field(default_factory=list)
     tiles: TileCounts = field(default_factory=TileCounts)
     problems: list[Problem] = field(default_factory=list)
@@ -165,10 +169,13 @@ class _Inspection:
         entries: tuple[LayerEntry, ...] = ()
         with self.noting(end):
             directory = parse_directory(view[end : end + header.directory_bytes], varlen.groups, header)
-            entries = place_layers(varlen.groups, directory, header.head_bytes)
+            entries = place_layers(varlen.groups, directory, header.plain_head_bytes)
             if report.codec is not None:
                 check_sizes(header, varlen, entries, report.codec)
                 self.sound = True
+        if header.encrypted:
+            with self.noting(header.head_bytes):
+                report.envelope = Envelope.parse(view[header.head_bytes :])
         return entries
 
     def read_layers(self, entries: Sequence[LayerEntry]) -> None:
@@ -176,7 +183,9 @@ class _Inspection:
         before = self.report.header.head_bytes if self.report.header else 0
         for entry in entries:
             report = self._describe(entry)
-            if entry.stop > len(self.view):
+            if self.report.header is not None and self.report.header.encrypted:
+                report = replace(report, digest="encrypted", decoded="encrypted")
+            elif entry.stop > len(self.view):
                 report = replace(report, digest="missing", decoded="missing")
                 self._blame(entry)
             elif self.backend is not None:

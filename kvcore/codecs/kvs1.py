@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 
 from kvcore.codecs.contract import CodedSegment, Layers
-from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
-from kvcore.codecs.nonfinite import TOO_LARGE, check_finite, check_policy, largest_by_row, saturated
-from kvcore.codecs.parts import FLOAT_DTYPES, Reader, decode_parts, encode_parts
-from kvcore.codecs.places import copied, empty, near, on_device, put_rows, taken_rows
-from kvcore.codecs.segments import MAX_RAW_ROWS, Decoded, StepRule, chunks_of, decode_segments, encode_segments
+from kvcore.codecs.frame_format import pack_levels
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo, SegmentSize
+from kvcore.codecs.nonfinite import TOO_LARGE, check_finite, check_policy, largest_by_row, with_saturated_rows
+from kvcore.codecs.parts import FLOAT_DTYPES, Reader, check_dtypes, decode_parts, encode_parts
+from kvcore.codecs.places import copied, empty, near, on_device, put_rows
+from kvcore.codecs.segments import (
+    MAX_RAW_ROWS,
+    Decoded,
+    StepRule,
+    chunks_of,
+    decode_segments,
+    encode_segments,
+    max_segment_size,
+)
 from kvcore.codecs.tables import table_set
 from kvcore.dtypes import to_dtype
 from kvcore.entropy import TILE_TOKENS
@@ -73,6 +82,7 @@ class Kvs1:
 
     def __post_init__(self) -> None:
         check_policy(self.name, self.nonfinite, raw_rows=True)
+        pack_levels(self.levels)  # which says what they must be, before anything is encoded
 
     @property
     def preset(self) -> int:
@@ -97,6 +107,16 @@ class Kvs1:
         if _rotation(group) is not None:
             flags |= Flags.UNROPED
         return flags
+
+    def max_sizes(self, group: GroupInfo) -> list[SegmentSize]:
+        """See `Codec.max_sizes`."""
+        check_dtypes(group, self.name, FLOAT_DTYPES)
+        raw_rows, sizes = MAX_RAW_ROWS if self.nonfinite == "raw" else 1, []
+        for part in group.parts:
+            chunks = [max_segment_size(stop - start, part, raw_rows) for start, stop in _chunks(group.rows)]
+            size = sum(nbytes for nbytes, _ in chunks), tuple(tile for _, tiles in chunks for tile in tiles)
+            sizes += [size] * group.head_count
+        return sizes
 
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """See `Codec.encode`. A row at position 0 of a sequence is stored as it is."""
@@ -167,13 +187,9 @@ class Kvs1:
         bad = ~np.isfinite(largest) if self.nonfinite == "saturate" else ~(largest < TOO_LARGE)
         if not bad.any():
             return x, [first] * x.shape[0]
-        held, places = copied(backend, x), [(int(s), int(t)) for s, t in np.argwhere(bad)]
         if self.nonfinite == "saturate":
-            rows_there = taken_rows(backend, x, places)
-            if on_device(x):
-                backend.runtime.check()
-            put_rows(backend, held, places, saturated(rows_there))
-            return held, [first] * x.shape[0]
+            return with_saturated_rows(backend, x, bad), [first] * x.shape[0]
+        held, places = copied(backend, x), [(int(s), int(t)) for s, t in np.argwhere(bad)]
         put_rows(backend, held, places, np.zeros((1, x.shape[2]), x.dtype))
         rows = [sorted({*first, *np.flatnonzero(one).tolist()}) for one in bad]
         for s, chosen in enumerate(rows):

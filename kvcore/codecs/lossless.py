@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.codecs.contract import CodedSegment, Layers
-from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo
-from kvcore.codecs.parts import Reader, decode_parts, encode_parts
+from kvcore.codecs.frame_values import Flags, GroupInfo, PartInfo, SegmentSize
+from kvcore.codecs.parts import Reader, check_dtypes, decode_parts, encode_parts
 from kvcore.codecs.places import Array, copied, empty, fetched, filled, near, on_device
 from kvcore.codecs.tables import table_set
-from kvcore.codecs.tiling import decode_tiles, encode_tiles
+from kvcore.codecs.tiling import decode_tiles, encode_tiles, max_tiles_size
 from kvcore.dtypes import to_dtype
 from kvcore.errors import CorruptFrameError, QuantizationError
 from kvcore.ops import Backend
@@ -55,6 +55,11 @@ class _Form:
     def bits(self) -> int:
         """Bits of the bytes that are not stored whole: from the highest down sign, exponent, high mantissa."""
         return 1 + self.exponent + self.high
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of the difference of two values of tiles."""
+        return 9 if self.exponent else 8
 
     @property
     def low(self) -> int:
@@ -125,6 +130,16 @@ class Lossless:
     def flags(self, group: GroupInfo) -> Flags:
         """See `Codec.flags`."""
         return Flags(0)
+
+    def max_sizes(self, group: GroupInfo) -> list[SegmentSize]:
+        """See `Codec.max_sizes`."""
+        check_dtypes(group, self.name, _FORMS)
+        sizes: list[SegmentSize] = []
+        for part in group.parts:
+            form, count = _FORMS[part.dtype], group.rows * part.width
+            nbytes, tiles = max_tiles_size(group.rows, part.width, form.value_bits)
+            sizes += [(nbytes + -(-count * form.high // 8) + count * form.low, tiles)] * group.head_count
+        return sizes
 
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """See `Codec.encode`."""

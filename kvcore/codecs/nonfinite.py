@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.codecs.places import Array, host
+from kvcore.codecs.places import Array, copied, host, on_device, put_rows, taken_rows
 from kvcore.dtypes import finite_max
 from kvcore.errors import ConfigError, QuantizationError
 from kvcore.ops import Backend
 
-__all__ = ["TOO_LARGE", "check_finite", "check_policy", "largest_by_row", "saturated"]
+__all__ = ["TOO_LARGE", "check_finite", "check_policy", "largest_by_row", "saturated", "with_saturated_rows"]
 
 
 TOO_LARGE = np.float32(2.0**29)
@@ -53,4 +53,14 @@ def saturated(x: Array) -> Array:
     with np.errstate(invalid="ignore"):  # signalling NaNs become quiet, which is no error here
         wide = x.astype(np.float32)
     held: Array = np.where(np.isnan(wide), np.float32(0), np.clip(wide, -limit, limit)).astype(x.dtype)
+    return held
+
+
+def with_saturated_rows(backend: Backend, x: Any, bad: npt.NDArray[np.bool_]) -> Any:
+    """Return a copy of ``[S, T, C]`` whose rows that are marked in ``[S, T]`` are `saturated`."""
+    held, places = copied(backend, x), [(int(s), int(t)) for s, t in np.argwhere(bad)]
+    rows = taken_rows(backend, x, places)
+    if on_device(x):
+        backend.runtime.check()  # they are there when somebody has waited
+    put_rows(backend, held, places, saturated(rows))
     return held

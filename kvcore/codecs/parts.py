@@ -15,7 +15,7 @@ from kvcore.errors import CorruptFrameError, QuantizationError, UnsupportedOpErr
 from kvcore.ops import Backend
 from kvcore.rows import RowLayout
 
-__all__ = ["FLOAT_DTYPES", "DecodePart", "EncodePart", "Reader", "decode_parts", "encode_parts"]
+__all__ = ["FLOAT_DTYPES", "DecodePart", "EncodePart", "Reader", "check_dtypes", "decode_parts", "encode_parts"]
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 """What lossy codecs take."""
@@ -26,6 +26,16 @@ EncodePart: TypeAlias = Callable[[PartInfo, Any], Sequence[CodedSegment]]
 On a device the array may be a view of wider rows."""
 DecodePart: TypeAlias = Callable[[PartInfo, list[list[CodedSegment]]], Any]
 """A part and its segments by layer, then head, in; an array ``[layers, heads, T, width]`` of the part's dtype out."""
+
+
+def check_dtypes(group: GroupInfo, codec: str, dtypes: Collection[str]) -> None:
+    """Raise `UnsupportedOpError` where a codec does not take the element type of a part."""
+    for part in group.parts:
+        if part.dtype not in dtypes:
+            other = "raw" if codec == "lossless" else "lossless"
+            raise UnsupportedOpError(
+                f"codec {codec} takes {', '.join(dtypes)}; part {part.name} is {part.dtype}: {other} may take it"
+            )
 
 
 def encode_parts(
@@ -52,12 +62,7 @@ def encode_parts(
     QuantizationError
         From `encode`; the part is named.
     """
-    for part in group.parts:
-        if part.dtype not in dtypes:
-            other = "raw" if codec == "lossless" else "lossless"
-            raise UnsupportedOpError(
-                f"codec {codec} takes {', '.join(dtypes)}; part {part.name} is {part.dtype}: {other} may take it"
-            )
+    check_dtypes(group, codec, dtypes)
     arrays, coded = part_arrays(backend, rows, group), []
     for part in group.parts:
         try:

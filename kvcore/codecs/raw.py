@@ -15,21 +15,22 @@ from kvcore.codecs.parts import decode_parts, encode_parts
 from kvcore.dtypes import DTYPES, to_dtype
 from kvcore.errors import CorruptFrameError, LayoutError
 from kvcore.ops import Backend
-from kvcore.rows import RowLayout
+from kvcore.rows import RowLayout, Segment
 
-__all__ = ["Raw", "layer_arrays", "layer_bytes", "segment_sizes"]
+__all__ = ["Raw", "bind_layers", "layer_arrays", "layer_bytes", "rows_of_segments", "segment_sizes"]
 
 
 def segment_sizes(group: GroupInfo) -> list[SegmentSize]:
     """Return the sizes of one layer's segments, in stored order (part, then head)."""
-    return [(group.rows * part.row_bytes, ()) for part in group.parts for _ in range(group.head_count)]
+    return [size for part in group.parts for size in [(group.rows * part.row_bytes, ())] * group.head_count]
 
 
 def layer_bytes(group: GroupInfo) -> int:
     """Return the stored bytes of one layer, from its boundary to the end of its last segment."""
     end = 0
-    for nbytes, _ in segment_sizes(group):
-        end = align(end, SEGMENT_ALIGN) + nbytes
+    for part in group.parts:
+        nbytes = group.rows * part.row_bytes
+        end = align(end, SEGMENT_ALIGN) + (group.head_count - 1) * align(nbytes, SEGMENT_ALIGN) + nbytes
     return end
 
 
@@ -61,6 +62,39 @@ def layer_arrays(group: GroupInfo, layer: memoryview) -> tuple[npt.NDArray[Any],
     return tuple(arrays)
 
 
+def bind_layers(group: GroupInfo, layers: Sequence[memoryview]) -> RowLayout:
+    """Bind stored layers as one dense chunk, in place, whatever the group's parts are.
+
+    Parameters
+    ----------
+    group : GroupInfo
+    layers : sequence of memoryview
+        As `layer_arrays` takes one. The chunk is read-only if one of them is.
+
+    Raises
+    ------
+    LayoutError
+        A view has another size.
+    """
+    size = layer_bytes(group)
+    for layer in layers:
+        if layer.nbytes != size:
+            raise LayoutError(f"a raw layer of this group has {size} bytes, the view has {layer.nbytes}")
+    buffers = [np.frombuffer(layer, np.uint8) for layer in layers]
+    starts = [buffer.__array_interface__["data"][0] for buffer in buffers]
+    segments, offset = [], 0
+    for part in group.parts:
+        dtype, head_stride = to_dtype(part.dtype), align(group.rows * part.row_bytes, SEGMENT_ALIGN)
+        bases = (tuple(start + offset for start in starts),)
+        strides = (group.rows * part.row_bytes, part.row_bytes, head_stride, dtype.itemsize)
+        segments.append(Segment((part.name,), dtype, bases, *strides, group.head_count, part.width))
+        offset += group.head_count * head_stride
+    readonly = any(layer.readonly for layer in layers)
+    return RowLayout(
+        group.layout, tuple(segments), 1, group.rows, len(layers), "cpu", readonly, tuple(buffers), paged=False
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Raw:
     """Rows as they are, of every element type: a segment is ``[T, width]``.
@@ -85,6 +119,10 @@ class Raw:
         """See `Codec.flags`."""
         return Flags(0)
 
+    def max_sizes(self, group: GroupInfo) -> list[SegmentSize]:
+        """See `Codec.max_sizes`."""
+        return segment_sizes(group)
+
     def encode(self, backend: Backend, rows: RowLayout, group: GroupInfo) -> Layers:
         """See `Codec.encode`."""
         return encode_parts(backend, rows, group, _segments, codec=self.name, dtypes=DTYPES)
@@ -93,14 +131,21 @@ class Raw:
         self, backend: Backend, layers: Sequence[Sequence[CodedSegment]], group: GroupInfo, out: RowLayout
     ) -> None:
         """See `Codec.decode`."""
-        decode_parts(backend, layers, group, out, lambda part, segments: _array(part, segments, group))
+        decode_parts(backend, layers, group, out, lambda part, segments: rows_of_segments(part, segments, group))
 
 
 def _segments(part: PartInfo, x: Array) -> list[CodedSegment]:
     return [CodedSegment(head.tobytes()) for layer in x for head in layer]
 
 
-def _array(part: PartInfo, layers: list[list[CodedSegment]], group: GroupInfo) -> Array:
+def rows_of_segments(part: PartInfo, layers: list[list[CodedSegment]], group: GroupInfo) -> Array:
+    """Return what segments of rows as they are hold, ``[layers, heads, T, width]``, read-only.
+
+    Raises
+    ------
+    CorruptFrameError
+        A segment has another size, or tiles.
+    """
     for segment in (segment for layer in layers for segment in layer):
         if len(segment.data) != group.rows * part.row_bytes or segment.tiles:
             raise CorruptFrameError(

@@ -26,6 +26,12 @@ PRESETS: dict[str, tuple[int, int, str]] = {
     "fp8": (4, 0, "kvcore.codecs.fp8:Fp8"),
     "fp8_e5m2": (4, 1, "kvcore.codecs.fp8:Fp8"),
     "cachegen": (5, 0, "kvcore.codecs.cachegen:CacheGen"),
+    "turboquant_k8v4": (6, 0x84, "kvcore.codecs.turboquant:TurboQuant"),
+    "turboquant_4bit": (6, 0x44, "kvcore.codecs.turboquant:TurboQuant"),
+    "turboquant_k3v4": (6, 0x34, "kvcore.codecs.turboquant:TurboQuant"),
+    "turboquant_3bit": (6, 0x33, "kvcore.codecs.turboquant:TurboQuant"),
+    "asym_k16_v8": (7, 0, "kvcore.codecs.asym:Asym"),
+    "asym_k_elsewhere_v8": (7, 1, "kvcore.codecs.asym:Asym"),
 }
 """Preset -> codec id, preset number, and the class that is called with the preset's name. Numbers are for ever."""
 

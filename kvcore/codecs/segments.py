@@ -24,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.codecs.contract import Array, CodedSegment
+from kvcore.codecs.frame_values import PartInfo, SegmentSize, align
 from kvcore.codecs.parts import Reader
 from kvcore.codecs.places import Place, copied, empty, on_device, put_rows, taken_rows
 from kvcore.codecs.quantizer import MULTIPLIERS
 from kvcore.codecs.step_choice import StepRule, choose_steps, placed_steps
-from kvcore.codecs.tiling import decode_tiles, encode_tiles, tile_count
+from kvcore.codecs.tiling import decode_tiles, encode_tiles, max_tiles_size, tile_count
 from kvcore.dtypes import BFLOAT16
 from kvcore.entropy import TILE_CHANNELS, TILE_TOKENS, TableSet, tile_bytes
 from kvcore.errors import CorruptFrameError, LayoutError
@@ -43,6 +44,7 @@ __all__ = [
     "chunks_of",
     "decode_segments",
     "encode_segments",
+    "max_segment_size",
     "raw_rows_of",
 ]
 
@@ -218,6 +220,17 @@ def decode_segments(
         for s in coded:
             taken[s] = count
     return Decoded(values, [h.rows for h in heads], [h.raw for h in heads], unroped.pop(), taken)
+
+
+def max_segment_size(tokens: int, part: PartInfo, raw_rows: int) -> SegmentSize:
+    """Return the most that a segment takes, bytes and tiles: of up to 256 tokens, with up to so many raw rows."""
+    whole = align(4 + tokens * part.row_bytes, 4)
+    if tokens <= MAX_RAW_ROWS:
+        return whole, ()
+    kept = min(raw_rows, tokens - 2)
+    nbytes, tiles = max_tiles_size(tokens, part.width)
+    coded = align(4 + kept * (1 + part.row_bytes) + (tokens + 1) // 2, 4) + nbytes
+    return (max(coded, whole) if tokens - raw_rows < 2 else coded), tiles
 
 
 def chunks_of(

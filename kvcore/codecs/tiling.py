@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.codecs.contract import CodedSegment
+from kvcore.codecs.frame_values import SegmentSize, align
 from kvcore.codecs.parts import Reader
 from kvcore.codecs.places import collected, empty, fetched, near, on_device, piece, spread
 from kvcore.entropy import TILE_CHANNELS, TILE_TOKENS, EncodedTiles, TableSet, tile_bytes, tile_capacity
 from kvcore.errors import CorruptFrameError
 from kvcore.ops import Backend
 
-__all__ = ["decode_tiles", "encode_tiles", "tile_count"]
+__all__ = ["decode_tiles", "encode_tiles", "max_tiles_size", "tile_count"]
 
 
 def encode_tiles(
@@ -140,6 +141,18 @@ def decode_tiles(
         if out is not block:
             block[...] = out
     return values
+
+
+def max_tiles_size(tokens: int, channels: int, bits: int = 16) -> SegmentSize:
+    """Return the most that the tiles of a segment take, bytes and tiles, where differences of values have `bits` bits.
+
+    A tile never takes more than its packed form (see the op `encode_symbols`).
+    """
+    areas = _areas(tokens, channels)
+    nbytes = sum(
+        align(4 + 2 * -(-(stop - start) * (last - first) * bits // 16), 4) for start, stop, first, last in areas
+    )
+    return nbytes, ((0, 0),) * len(areas)
 
 
 def tile_count(tokens: int, channels: int) -> int:

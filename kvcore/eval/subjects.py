@@ -153,7 +153,8 @@ class Kivi:
 
 def subject_names() -> list[str]:
     """Return all names that `subjects` takes."""
-    return [name for name in PRESETS if name != "fp8"] + ["fp8", "fp8_scaled", "kivi"]
+    whole = [name for name in PRESETS if not getattr(get_codec(name), "omits", ())]  # with keys as well as values
+    return [name for name in whole if name != "fp8"] + ["fp8", "fp8_scaled", "kivi"]
 
 
 def subjects(names: Sequence[str]) -> list[Subject]:

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.codecs import GroupInfo, PartInfo, write_frame
+from kvcore.codecs.encryption import FrameCipher
+from kvcore.codecs.key_ring import KeyRing
 from kvcore.engine import ExtraKey, Namespace, chunk_keys
+from kvcore.keys import StoreKey
 from kvcore.rope import RopeParams
 
 GOLDEN = Path(__file__).parent
@@ -65,6 +68,12 @@ TOKENS = [(i * i * 2654435761) % 2**32 for i in range(600)]
 EXTRAS = [ExtraKey(200, 300, bytes(range(32))), ExtraKey(250, 256, b"ends with a chunk"), ExtraKey(510, 514, b"image")]
 
 
+KEY = StoreKey(bytes(range(32)), bytes(range(32, 64)))
+MASTER, OTHER = counting_bytes(32, seed=100), counting_bytes(32, seed=200)
+UNNAMED = KeyRing({None: MASTER}, None)
+NAMED = KeyRing({7: MASTER, 8: OTHER}, 7)
+
+
 def keys() -> dict[str, Any]:
     vectors: dict[str, Any] = {}
     for name, fields in NAMESPACES.items():
@@ -101,17 +110,25 @@ def frame() -> bytes:
             (attention, state),
             layers,
             tokens=3,
-            namespace=bytes(range(32)),
-            key=bytes(range(32, 64)),
+            namespace=KEY.namespace,
+            key=KEY.digest,
             digest=digest,
         )
     )
+
+
+def encrypted(ring: KeyRing, salt: str, bits: int) -> bytes:
+    """The frame, sealed under an IV that counts: never to be used for anything but these two files."""
+    cipher = FrameCipher(ring, salt=salt, bits=bits, random_bytes=lambda n: counting_bytes(n, seed=9))
+    return bytes(cipher.seal(frame(), KEY))
 
 
 def files() -> dict[str, bytes]:
     return {
         "keys.json": json.dumps(keys(), indent=1, sort_keys=True).encode() + b"\n",
         "raw-v1.kvf": frame(),
+        "encrypted-v1.kvf": encrypted(UNNAMED, salt="", bits=128),
+        "encrypted-v2.kvf": encrypted(NAMED, salt="tenant-\u00e4", bits=256),
     }
 
 

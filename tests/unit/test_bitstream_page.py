@@ -19,12 +19,16 @@ from kvcore.codecs.kvs1 import PRESETS as POINTS
 from kvcore.codecs.quantizer import K_MAX, MULTIPLIERS, steps
 from kvcore.codecs.registry import PRESETS
 from kvcore.codecs.tables import DIGESTS, table_set
+from kvcore.codecs.turboquant import LEVELS
+from kvcore.dtypes import BFLOAT16, FLOAT8_E4M3FN
 from kvcore.entropy import tile_bytes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bitstream.md").read_text("utf-8")
 TILE = [[10, 0], [11, 0], [10, 1], [9, 0], [10, 300], [10, 0], [12, -1], [10, 0]] + [[10, 0], [10, 0]] * 4
 SEGMENT = [[(7 * t + 5 * c) % 11 / 4 - 1 + c for c in range(3)] for t in range(6)]
 LOSSLESS = [[1.0, -0.75], [1.5, 0.5], [-1.25, 0.0]]
+TURBOQUANT = [[2.0, -0.5, 1.0, 0.25], [0.0, 0.0, 0.0, 0.0], [-1.0, 8.0, 0.5, 3.0]]
+ASYM = [[1.0, -0.75, 7.0], [0.5, 2.0, 0.0], [-28.0, 14.0, 1.75]]
 
 
 def cells(*columns):
@@ -171,7 +175,78 @@ def lossless_example():
     return listing.done()
 
 
-EXAMPLES = {"tile": tile_example, "segment": segment_example, "lossless": lossless_example}
+def signs_of(count):
+    """The signs of the first channels, by the page's words."""
+
+    def mix(z):
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    return [-1 if mix((c + 1) * 0x9E3779B97F4A7C15 % 2**64) >> 63 else 1 for c in range(count)]
+
+
+def signs_example():
+    lines = ["| c | signs |", "|---|---|"]
+    marks = ["+-"[sign < 0] for sign in signs_of(32)]
+    return [*lines, *(cells(f"{c} .. {c + 15}", f"`{' '.join(marks[c : c + 16])}`") for c in (0, 16))]
+
+
+def values_of(codec, rows):
+    """Encode part V of one layer and head; return the segment's bytes and what they decode to."""
+    backend = kvcore.open_backend("cpu_ref")
+    group = GroupInfo("LKHTD", (0,), (PartInfo("V", "bfloat16", len(rows[0])),), len(rows), 1)
+    source, out = allocate_rows(group), allocate_rows(group)
+    source.array("V", 0)[0, :, 0] = rows
+    ((segment,),) = codec.encode(backend, source, group)
+    codec.decode(backend, [[segment]], group, out)
+    return bytes(segment.data), out.array("V", 0)[0, :, 0].astype(np.float32)
+
+
+def turboquant_example():
+    """A segment of 3-bit codes, and how its rows come out of it."""
+    data, decoded = values_of(get_codec("turboquant_3bit"), TURBOQUANT)
+    scales = np.frombuffer(data[:6], BFLOAT16).astype(np.float32)
+    rest = int.from_bytes(data[6:], "little")
+    codes = [rest >> 3 * i & 7 for i in range(12)]
+    listing = Listing(data)
+    listing.add(6, f"scales {', '.join(f'{v:g}' for v in scales)}")
+    listing.add(5, f"codes {', '.join(map(str, codes))}")
+    table = ["| token | levels times scale | rotated back |", "|---:|---|---|"]
+    level = np.array([*(-v for v in reversed(LEVELS[3])), *LEVELS[3]], np.float32)
+    for t in range(3):
+        y = level[codes[4 * t : 4 * t + 4]] * scales[t]
+        a, b, c, d = y
+        a, b, c, d = a + b, a - b, c + d, c - d
+        x = np.array([a + c, b + d, a - c, b - d], np.float32) * np.float32(0.5) * np.array(signs_of(4), np.float32)
+        assert np.array_equal(x.astype(BFLOAT16).astype(np.float32), decoded[t])
+        table.append(cells(t, *(", ".join(f"{v + 0:.6g}" for v in row) for row in (y, decoded[t]))))
+    return [*listing.done(), "", *table]
+
+
+def asym_example():
+    """A segment of pages."""
+    data, decoded = values_of(get_codec("asym_k16_v8", scope="page", page_tokens=2), ASYM)
+    scales = np.frombuffer(data[4:12], "<f4")
+    listing = Listing(data)
+    listing.add(2, "scope: page")
+    listing.add(2, "2 tokens a page")
+    listing.add(8, f"scales {', '.join(f'{v:.6g}' for v in scales)}")
+    codes = np.frombuffer(data[12:], FLOAT8_E4M3FN).astype(np.float32).reshape(3, 3)
+    for t in range(3):
+        listing.add(3, f"token {t}: codes {', '.join(f'{v + 0:g}' for v in codes[t])}")
+        assert np.array_equal((codes[t] * scales[t // 2]).astype(BFLOAT16).astype(np.float32), decoded[t])
+    return listing.done()
+
+
+EXAMPLES = {
+    "tile": tile_example,
+    "segment": segment_example,
+    "lossless": lossless_example,
+    "signs": signs_example,
+    "turboquant": turboquant_example,
+    "asym": asym_example,
+}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -183,7 +258,7 @@ def test_the_example_is_what_the_code_writes(name):
 
 
 def test_the_values_of_the_examples_are_those_of_the_page():
-    for line in (*TILE[:5], *SEGMENT, *LOSSLESS):
+    for line in (*TILE[:5], *SEGMENT, *LOSSLESS, *TURBOQUANT, *ASYM):
         assert f"({', '.join(f'{v:g}' for v in line)})" in PAGE
 
 
@@ -202,6 +277,8 @@ def test_the_constants_of_the_page_are_those_of_the_code():
         point = POINTS[preset]
         assert (point.constant, point.leveled) == constants
         assert cells(f"`{preset}`", PRESETS[preset][1], *constants) in PAGE
+    for bits, levels in LEVELS.items():
+        assert f"L: {', '.join(map(str, levels))} |" in PAGE, bits
 
 
 if __name__ == "__main__":

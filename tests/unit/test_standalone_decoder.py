@@ -149,7 +149,7 @@ def test_lossless_bits_are_those_of_the_reference(name, decode, backend):
         assert bits.tobytes() == final.tobytes()
 
 
-@named("int8", "fp8", "cachegen")
+@named("int8", "fp8", "cachegen", "turboquant_4bit", "asym_k16_v8", "asym_k_elsewhere_v8")
 def test_what_it_does_not_decode_it_names(name, decode):
     for one in decode(GOLDEN / f"{name}.kvf")["segments"]:
         assert one["skipped"].startswith("codec ")

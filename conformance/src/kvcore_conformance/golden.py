@@ -45,6 +45,7 @@ __all__ = [
     "one_layer",
     "open_frame",
     "values",
+    "zero_rows",
 ]
 
 Array = npt.NDArray[Any]
@@ -171,8 +172,50 @@ def _cases() -> list[GoldenCase]:
         GoldenCase("cachegen-per-head", "cachegen", (_kv(40, heads=2, layers=(0, 1)),), options={"per_head": True}),
         GoldenCase("cachegen", "cachegen", (_kv(40, heads=2, layers=(0, 1)),)),
     ]
+    cases += _turboquant() + _asym()
     cases += [GoldenCase(name, name, (_kv(37, 40),)) for name in ("int8", "int4", "int2", "fp8", "fp8_e5m2")]
     return cases
+
+
+def _turboquant() -> list[GoldenCase]:
+    """Rows that one rotation turns, and rows that three do; both kinds of keys; rows of zeros."""
+    presets = ("turboquant_k8v4", "turboquant_4bit", "turboquant_k3v4", "turboquant_3bit")
+    two: dict[str, Any] = {"heads": 2, "layers": (0, 1)}
+    held = {"nonfinite": "saturate"}
+    return [
+        *(GoldenCase(name, name, (_kv(21, 40),)) for name in presets),
+        GoldenCase("turboquant-64", "turboquant_3bit", (_kv(9, 64, dtype="float16", **two),)),
+        GoldenCase("turboquant-96", "turboquant_k8v4", (_kv(5, 96, dtype="float32"),)),
+        GoldenCase("turboquant-1", "turboquant_k3v4", (_kv(5, 1),)),
+        GoldenCase("turboquant-mla", "turboquant_k8v4", (_mla(20),)),
+        GoldenCase("turboquant-zeros", "turboquant_k8v4", (_kv(5, 24),), "zeros"),
+        GoldenCase("turboquant-tiny", "turboquant_4bit", (_kv(50, 1),), "tiny"),
+        GoldenCase("turboquant-saturate", "turboquant_4bit", (_kv(20, 24, dtype="float16"),), "nonfinite", held),
+    ]
+
+
+def _asym() -> list[GoldenCase]:
+    """Every scope of scales, keys alone, values alone, keys elsewhere, and keys of any bits."""
+    two: dict[str, Any] = {"heads": 2, "layers": (0, 1)}
+    sides = (PartInfo("K", "float8_e5m2", 24), PartInfo("V", "float32", 16))
+    pages = {"scope": "page", "page_tokens": 16}
+    return [
+        GoldenCase("asym_k16_v8", "asym_k16_v8", (_kv(37, 24, **two),)),
+        GoldenCase("asym_k_elsewhere_v8", "asym_k_elsewhere_v8", (_kv(37, 24, **two),)),
+        GoldenCase("asym-tensor", "asym_k16_v8", (_kv(20, 16, dtype="float16", **two),), options={"scope": "tensor"}),
+        GoldenCase("asym-page", "asym_k16_v8", (_kv(37, 16, **two),), options=pages),
+        GoldenCase("asym-page-elsewhere", "asym_k_elsewhere_v8", (_kv(37, 16),), options={**pages, "page_tokens": 64}),
+        GoldenCase("asym-keys-only", "asym_k16_v8", (_kv(9, 16, parts="K"),)),
+        GoldenCase("asym-values-only", "asym_k16_v8", (_kv(37, 16, parts="V"),)),
+        GoldenCase("asym-sides", "asym_k16_v8", (GroupInfo("LKHTD", (0,), sides, 9),)),
+        GoldenCase(
+            "asym-saturate",
+            "asym_k16_v8",
+            (_kv(20, 16, heads=3, dtype="float16"),),
+            "nonfinite",
+            {"scope": "page", "page_tokens": 7, "nonfinite": "saturate"},
+        ),
+    ]
 
 
 def _scaled() -> list[RopeParams]:
@@ -307,9 +350,17 @@ def open_frame(backend: Backend, frame: bytes) -> FrameReader:
 
 
 def decode(backend: Backend, reader: FrameReader) -> list[RowLayout]:
-    """Return the rows of each group of a frame."""
-    rows = [allocate_rows(group) for group in reader.groups]
+    """Return the rows of each group of a frame; parts that it does not hold are zero."""
+    rows = [zero_rows(group) for group in reader.groups]
     reader.decode(backend, rows)
+    return rows
+
+
+def zero_rows(group: GroupInfo) -> RowLayout:
+    """Allocate rows that are zero: a frame may leave parts as they are."""
+    rows = allocate_rows(group)
+    for part, layer in rows.planes():
+        rows.array(part, layer)[...] = np.zeros((), rows.array(part, layer).dtype)
     return rows
 
 
