@@ -81,13 +81,17 @@ def _options(value: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable: its name, what it does, its default (as text) and how it is parsed."""
+    """One environment variable: its name, what it does, its default (as text) and how it is parsed.
+
+    The value of a secret one appears in no report and no message.
+    """
 
     name: str
     help: str
     default: str
     parse: Callable[[str], Any]
     example: str
+    secret: bool = False
 
     def read(self, environ: Mapping[str, str]) -> Any:
         """Return the parsed value; a value that means nothing raises `ConfigError` naming the variable."""
@@ -96,6 +100,11 @@ class Variable:
             return self.parse(raw)
         except ValueError as error:
             raise ConfigError(f"{self.name}={raw!r}: {error}; for example {self.name}={self.example}") from error
+
+    def shown(self, environ: Mapping[str, str]) -> str | None:
+        """Return the text of the value for a report, of a secret one only that it is set; None if it is not set."""
+        value = environ.get(self.name)
+        return "(set)" if self.secret and value else value
 
 
 VARIABLES: tuple[Variable, ...] = (
@@ -177,6 +186,23 @@ VARIABLES: tuple[Variable, ...] = (
         "16",
     ),
     Variable(
+        "KVCORE_RESP_PASSWORD",
+        "Password for the Redis or Valkey server of a store `resp:` whose URI has none, so that it need not be in a "
+        "configuration file. It is never shown.",
+        "",
+        str,
+        "correct-horse",
+        secret=True,
+    ),
+    Variable(
+        "KVCORE_REQUIRE_SERVERS",
+        "1 makes tests of stores fail where a server that they start (Redis, SeaweedFS) is not installed. Otherwise "
+        "they are skipped, with the reason.",
+        "0",
+        _flag,
+        "1",
+    ),
+    Variable(
         "KVCORE_EMU_WARP",
         "Threads in a warp of the emulated device (backend `emu`): 32 as on NVIDIA, 64 as on AMD's data centre GPUs, "
         "or 16 as on Intel's, where only some ops run.",
@@ -220,6 +246,8 @@ class Settings:
     cuda_driver: str = ""
     rocm_driver: str = ""
     xpu_sub_group: int = 32
+    resp_password: str = field(default="", repr=False)
+    require_servers: bool = False
     emu: Mapping[str, str] = field(default_factory=dict)
     """The variables of the emulated device that are set, as they are."""
 

@@ -110,13 +110,13 @@ def _settings() -> tuple[Settings, list[dict[str, Any]], list[str]]:
     """Read every variable by itself, so that one bad value does not hide the others."""
     good, rows, problems = dict(os.environ), [], []
     for variable in VARIABLES:
-        value = os.environ.get(variable.name)
         try:
             variable.read(os.environ)
         except ConfigError as error:
             del good[variable.name]
             problems.append(str(error))
-        rows.append({"name": variable.name, "value": value, "default": variable.default, "help": variable.help})
+        shown = variable.shown(os.environ)
+        rows.append({"name": variable.name, "value": shown, "default": variable.default, "help": variable.help})
     return current(good), rows, problems
 
 

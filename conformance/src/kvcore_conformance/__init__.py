@@ -1,4 +1,4 @@
-"""The conformance suite of kvcore backends: a pytest plugin, an oracle, strategies, and the tests themselves."""
+"""The conformance suites of kvcore backends and stores: a pytest plugin, an oracle, strategies, the tests."""
 
 from __future__ import annotations
 

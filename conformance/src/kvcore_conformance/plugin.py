@@ -7,6 +7,7 @@ test of the suite is collected.
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backend under test: the name of an installed one, or module:factory of a BackendSpec",
     )
     profiles = ("tiny", "quick", "ci", "nightly")
+    group.addoption(
+        "--kvcore-store",
+        metavar="URI",
+        action="append",
+        default=[],
+        help="store under test, for kvcore_conformance.stores: a URI, or memory, fs, fs-direct, fault, capped, resp or "
+        "s3, for which folders and servers are made; may be repeated",
+    )
+    group.addoption(
+        "--kvcore-store-volatile", action="store_true", help="stores given as URIs forget their frames when closed"
+    )
     group.addoption("--kvcore-profile", choices=profiles, default="quick", help="how long to search")
     group.addoption("--kvcore-ops", metavar="OP,...", default="", help="run the tests of these ops only")
     group.addoption("--kvcore-xfails", metavar="FILE", help="known failures: 'test  # reason', one a line")
@@ -42,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; open the backend if one is named."""
+    # Its assertions are in modules that are imported, not collected, where a package tests a store of its own.
+    pytest.register_assert_rewrite("kvcore_conformance.stores")
     config.addinivalue_line("markers", "kvcore_op(name): the op, or 'runtime', that a conformance test judges")
     config.stash[RUN] = None
     if config.getoption("kvcore_backend"):
@@ -59,6 +73,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what is tested, with which versions and variables."""
     run = config.stash[RUN]
     return run.header() if run is not None else []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the stores' suite out where no store is named; of what the command line names, pytest does not ask."""
+    if collection_path.parts[-2:] == ("kvcore_conformance", "stores") and not config.getoption("kvcore_store"):
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m: what was left out must be known
@@ -81,7 +102,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _of_suite(item: pytest.Item) -> bool:
     module = getattr(item, "module", None)
-    return str(getattr(module, "__name__", "")).startswith("kvcore_conformance.")
+    name = str(getattr(module, "__name__", ""))
+    return name.startswith("kvcore_conformance.") and not name.startswith("kvcore_conformance.stores.")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

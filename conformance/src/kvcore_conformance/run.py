@@ -311,4 +311,4 @@ def _versions() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str | None]:
-    return {variable.name: os.environ.get(variable.name) for variable in VARIABLES}
+    return {variable.name: variable.shown(os.environ) for variable in VARIABLES}

@@ -2,69 +2,40 @@
 
 from __future__ import annotations
 
+import abc
+import errno
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeAlias, TypeVar
 
+from kvcore.completion import drop_traceback
 from kvcore.errors import ConfigError, StoreError
+from kvcore.keys import DIGEST_BYTES, Key, StoreKey
 
 __all__ = [
+    "DIGEST_BYTES",
     "Buffer",
     "Key",
     "Ledger",
+    "Outcomes",
     "Store",
     "StoreKey",
     "StoreStat",
     "StoreStats",
     "check_reason",
     "flat_bytes",
+    "outcome_of",
+    "result_of",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-DIGEST_BYTES = 32
+P = ParamSpec("P")
+S = TypeVar("S", bound="Store")
+T = TypeVar("T")
+Outcomes: TypeAlias = list[T | StoreError]
+"""Of a batch: for each key a result, or what went wrong with it."""
 _REASON_CHARS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-")
-
-
-class Key(Protocol):
-    """Anything with the two digests of a chunk: a `StoreKey`, or the engine's `ChunkKey`."""
-
-    @property
-    def namespace(self) -> bytes:
-        """32 bytes."""
-
-    @property
-    def digest(self) -> bytes:
-        """32 bytes."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class StoreKey:
-    """What a store files a frame under.
-
-    Parameters
-    ----------
-    namespace, digest : bytes
-        32 bytes each.
-
-    Raises
-    ------
-    ConfigError
-        A digest has another length.
-    """
-
-    namespace: bytes
-    digest: bytes
-
-    def __post_init__(self) -> None:
-        for name, value in (("namespace", self.namespace), ("digest", self.digest)):
-            if len(value) != DIGEST_BYTES:
-                raise ConfigError(f"the {name} of a store key has {DIGEST_BYTES} bytes, got {len(value)}")
-
-    @classmethod
-    def of(cls, key: Key) -> StoreKey:
-        """Take the two digests of any key."""
-        return key if isinstance(key, cls) else cls(bytes(key.namespace), bytes(key.digest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,38 +67,56 @@ class StoreStats:
     hit_bytes: int = 0
 
 
-class Store(Protocol):
-    """The contract of stores. All methods may be called from any thread.
+class Store(abc.ABC):
+    """The contract of stores, and what a third party subclasses. All methods may be called from any thread.
 
     Keys are `StoreKey` or anything with its two digests. A failure of the medium raises `StoreError` (an
     `OSError`, with its errno) and leaves the store as it was; so does any call after `close`.
+
+    What is abstract here suffices. The rest has a plain implementation, which a store replaces where its medium can do
+    better: one round trip for a batch, say. `kvcore_conformance.stores` checks all of it.
     """
 
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What it is called in messages and metrics: its URI, without secrets."""
+
+    @abc.abstractmethod
     def put(self, key: Key, frame: Buffer) -> int:
         """Store a frame, replacing an earlier one in one step; return its bytes.
 
         Readers see the old frame or the new one, never a mixture, and after a crash too. The buffer is the
         caller's again when the call returns.
+
+        Raises
+        ------
+        ConfigError
+            The frame is no contiguous buffer, or the key's digests have not 32 bytes.
+        StoreError
+            EFBIG where the frame is larger than the medium takes, with that size; else what the medium said.
         """
 
+    @abc.abstractmethod
     def get(self, key: Key) -> memoryview | None:
         """Return a frame as a read-only view that nobody will change, or None (a miss)."""
 
+    @abc.abstractmethod
     def stat(self, key: Key) -> StoreStat | None:
-        """Return the size of a frame, or None."""
+        """Return the size of a frame, or None. Reads no frame, has no side effect, and is not counted."""
 
-    def exists(self, key: Key) -> bool:
-        """Tell whether there is a frame; no side effect, not counted."""
-
+    @abc.abstractmethod
     def delete(self, key: Key) -> bool:
         """Remove a frame; tell whether there was one."""
 
+    @abc.abstractmethod
     def list(self, namespace: bytes | None = None) -> Iterator[StoreKey]:
         """Iterate over the keys, of one namespace or all, in no order.
 
         Others may store and delete meanwhile: what was there all the time is listed, once.
         """
 
+    @abc.abstractmethod
     def quarantine(self, key: Key, reason: str) -> bool:
         """Move a bad frame out of the way, so that the key is a miss and can be stored again.
 
@@ -143,38 +132,115 @@ class Store(Protocol):
             Whether there was one.
         """
 
+    @abc.abstractmethod
     def stats(self) -> StoreStats:
         """Return the counters."""
 
+    @abc.abstractmethod
     def close(self) -> None:
-        """Let go of everything the store holds; calling it again does nothing."""
+        """Let go of everything the store holds, after the calls that are under way; calling it again does nothing."""
+
+    def exists(self, key: Key) -> bool:
+        """Tell whether there is a frame; no side effect, not counted."""
+        return self.stat(key) is not None
+
+    def get_into(self, key: Key, out: memoryview) -> int | None:
+        """Read a frame into memory of the caller's, whose size `stat` told; return the frame's bytes, or None (a miss).
+
+        Parameters
+        ----------
+        key : Key
+        out : writable memoryview of bytes
+            What lies beyond the frame is unspecified afterwards; all of it is after a miss or an error.
+
+        Notes
+        -----
+        A frame that is longer than `out` was replaced since: a miss, and torn where a store counts those.
+        """
+        frame = self.get(key)
+        if frame is None or len(frame) > len(out):
+            return None
+        out[: len(frame)] = frame
+        return len(frame)
+
+    def put_batch(self, items: Sequence[tuple[Key, Buffer]]) -> Outcomes[int]:
+        """Store frames; return for each its bytes or what went wrong. One bad one does not keep the others out.
+
+        Of two frames for one key, the later one stays.
+
+        Raises
+        ------
+        ConfigError
+            One of them is no frame or has no key, as in `put`; nothing was stored.
+        """
+        for key, frame in items:
+            StoreKey.of(key), flat_bytes(frame)
+        return [outcome_of(self.put, key, frame) for key, frame in items]
+
+    def get_batch(self, keys: Sequence[Key]) -> Outcomes[memoryview | None]:
+        """Return for each key what `get` does, or its error."""
+        return [outcome_of(self.get, key) for key in keys]
+
+    def get_batch_into(self, items: Sequence[tuple[Key, memoryview]]) -> Outcomes[int | None]:
+        """Read frames into memory of the caller's; return for each what `get_into` does, or its error."""
+        return [outcome_of(self.get_into, key, out) for key, out in items]
+
+    def stat_batch(self, keys: Sequence[Key]) -> Outcomes[StoreStat | None]:
+        """Return for each key what `stat` does, or its error."""
+        return [outcome_of(self.stat, key) for key in keys]
+
+    def delete_batch(self, keys: Sequence[Key]) -> Outcomes[bool]:
+        """Remove frames; return for each what `delete` does, or its error."""
+        return [outcome_of(self.delete, key) for key in keys]
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def outcome_of(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | StoreError:
+    """Call something for one key of a batch; return its result, or its `StoreError` without the traceback."""
+    try:
+        return call(*args, **kwargs)
+    except StoreError as error:
+        return drop_traceback(error)
+
+
+def result_of(outcome: T | StoreError) -> T:
+    """Return the result of a batch of one; raise what went wrong."""
+    if isinstance(outcome, StoreError):
+        raise outcome
+    return outcome
 
 
 class Ledger:
     """A store's counters, and whether it is still open."""
 
-    __slots__ = ("_lock", "_name", "_open", "_stats")
+    __slots__ = ("_counts", "_lock", "_open", "name")
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._lock = threading.Lock()
-        self._stats = StoreStats()
+        self._counts = dict.fromkeys(StoreStats.__slots__, 0)
         self._open = True
 
     def add(self, **counts: int) -> None:
         """Add to counters, by the names of `StoreStats`."""
         with self._lock:
-            sums = {name: getattr(self._stats, name) + count for name, count in counts.items()}
-            self._stats = replace(self._stats, **sums)
+            for name, count in counts.items():
+                self._counts[name] += count
 
     def stats(self) -> StoreStats:
         """Return the counters."""
-        return self._stats
+        with self._lock:
+            return StoreStats(**self._counts)
 
     def require_open(self) -> None:
         """Raise `StoreError` once the store is closed."""
         if not self._open:
-            raise StoreError(f"the store {self._name} is closed; open it again to use it")
+            raise StoreError(errno.EBADF, f"the store {self.name} is closed; open it again to use it")
 
     def close(self) -> None:
         """Note that the store is closed."""

@@ -12,29 +12,43 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import logging
 import os
 import re
-import secrets
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
-
-from kvcore.errors import StoreError
+from kvcore.errors import ConfigError, CorruptFrameError, StoreError
 from kvcore.tiers.stores.contract import (
     Buffer,
     Key,
     Ledger,
+    Store,
     StoreKey,
     StoreStat,
     StoreStats,
     check_reason,
     flat_bytes,
 )
+from kvcore.tiers.stores.fs_io import (
+    as_store_error,
+    make_directory,
+    probe_direct,
+    read_file,
+    read_file_into,
+    store_error,
+    sync_directory,
+    temp_name,
+    write_file,
+)
+from kvcore.tiers.stores.fs_scan import HeadCheck, Scanned, check_frame_head, look_at
+from kvcore.tiers.stores.marker import check_marker, marker_bytes
+from kvcore.tiers.stores.options import read_flag, split_options
 
-__all__ = ["FsStore"]
+__all__ = ["FsStore", "open_fs"]
 
 MARKER = "kvcore-store.json"
 FORMAT, VERSION = "kvcore-fs-store", 1
@@ -43,17 +57,13 @@ STALE_SECONDS = 3600.0
 _INCOMING, _QUARANTINE = "incoming", "quarantine"
 _TEMP = re.compile(r"[0-9]+-[0-9a-f]{16}\.tmp")
 _NAMESPACE, _SHARD, _FRAME = (re.compile(p) for p in ("[0-9a-f]{64}", "[0-9a-f]{2}", r"[0-9a-f]{64}\.kvf"))
-_ADVICE = {
-    errno.ENOSPC: "free some space, or put the store on another disk",
-    errno.EDQUOT: "free some space, or put the store on another disk",
-    errno.EACCES: "give this process write access, or choose another directory",
-    errno.EPERM: "give this process write access, or choose another directory",
-    errno.EROFS: "the file system is read-only; choose another directory",
-    errno.ENOTDIR: "a part of the path is a file; choose another directory",
-}
+
+T = TypeVar("T", memoryview, int)
+
+_log = logging.getLogger("kvcore")
 
 
-class FsStore:
+class FsStore(Store):
     """Frames as files. Many processes may share the directory.
 
     Parameters
@@ -61,6 +71,17 @@ class FsStore:
     root : str or Path
         Created if missing. A directory that holds anything else than a store of this format is refused,
         untouched.
+    direct : bool
+        Read and write past the page cache (O_DIRECT). Where the file system refuses, the store goes through the cache
+        and says so: once in the log, and in `notes`.
+    sync : bool
+        Whether a frame is on the medium when `put` returns. Without it a power failure, not the death of a process,
+        may leave short or empty files under the names of frames: readers that check frames take them for misses.
+
+    Attributes
+    ----------
+    notes : tuple of str
+        What differs from what was asked for, for people; empty where nothing does.
 
     Raises
     ------
@@ -68,62 +89,75 @@ class FsStore:
         The directory is not a store of this version, or cannot be written.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, direct: bool = False, sync: bool = True) -> None:
         self._root = Path(root).absolute()
+        self._base = str(self._root)  # paths of frames are made of strings: a Path costs more than a small read
+        self._folders: set[str] = set()  # that were there when last looked at
         self._ledger = Ledger(f"fs:{self._root}")
-        with _as_store_error("open a store in", self._root):
+        self._sync = sync
+        self._direct = False
+        self.notes: tuple[str, ...] = ()
+        with as_store_error("open a store in", self._root):
             self._claim()
-            _make_directory(self._root / _INCOMING)
+            make_directory(self._root / _INCOMING, sync=sync)
             self._sweep()
+        self._direct = direct and self._can_direct()
+
+    @property
+    def name(self) -> str:
+        """See `Store.name`."""
+        return self._ledger.name
+
+    @property
+    def direct(self) -> bool:
+        """Whether it reads and writes past the page cache."""
+        return self._direct
+
+    @property
+    def sync(self) -> bool:
+        """Whether a `put` waits for the medium."""
+        return self._sync
 
     def put(self, key: Key, frame: Buffer) -> int:
         """Write, fsync, rename, fsync the directory. See `Store.put`."""
         path, data = self._path(key), flat_bytes(frame)
-        with _as_store_error("write", path):
-            _make_directory(path.parent)
-            self._publish(path, data)
+        with as_store_error("write", path):
+            self._make_folder(path)
+            try:
+                self._publish(path, data)
+            except FileNotFoundError:  # somebody has removed a folder since it was last looked at
+                self._folders.clear()
+                self._make_folder(path)
+                self._publish(path, data)
         self._ledger.add(puts=1, put_bytes=len(data))
         return len(data)
 
     def get(self, key: Key) -> memoryview | None:
         """Read a file of known length. One that vanishes or shrinks meanwhile is a miss. See `Store.get`."""
-        path = self._path(key)
-        torn = False
-        with _as_store_error("read", path):
-            try:
-                data = _read_whole(path)
-                torn = data is None
-            except FileNotFoundError:
-                data = None
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-                data, torn = None, True  # a network file system dropped the file under our feet
-        if data is None:
-            self._ledger.add(misses=1, torn=torn)
-            return None
-        self._ledger.add(hits=1, hit_bytes=len(data))
-        return data
+        return self._load(key, lambda path: read_file(path, direct=self._direct))
+
+    def get_into(self, key: Key, out: memoryview) -> int | None:
+        """Read straight into the caller's memory; with O_DIRECT only where its address is a multiple of 4096.
+
+        See `Store.get_into`.
+        """
+        return self._load(key, lambda path: read_file_into(path, out, direct=self._direct))
 
     def stat(self, key: Key) -> StoreStat | None:
         """See `Store.stat`."""
         path = self._path(key)
-        with _as_store_error("look up", path):
+        with as_store_error("look up", path):
             try:
-                return StoreStat(path.stat().st_size)
+                return StoreStat(os.stat(path).st_size)
             except FileNotFoundError:
                 return None
-
-    def exists(self, key: Key) -> bool:
-        """See `Store.exists`."""
-        return self.stat(key) is not None
 
     def delete(self, key: Key) -> bool:
         """See `Store.delete`."""
         path = self._path(key)
-        with _as_store_error("delete", path):
+        with as_store_error("delete", path):
             try:
-                path.unlink()
+                os.unlink(path)
             except FileNotFoundError:
                 return False
         self._ledger.add(deletes=1)
@@ -134,15 +168,41 @@ class FsStore:
         self._ledger.require_open()
         return self._list(namespace)
 
+    def scan(
+        self, check: HeadCheck | None = check_frame_head, *, progress: Callable[[int], None] | None = None
+    ) -> Iterator[Scanned]:
+        """Iterate over all frames with their sizes and times; set those aside that are not what their names say.
+
+        Parameters
+        ----------
+        check : callable, optional
+            What looks at a head, so that no name is trusted without it; None for a store of other bytes than frames.
+        progress : callable, optional
+            Called after each file with the number of files so far.
+
+        Yields
+        ------
+        Scanned
+            In no order. Frames of a newer format are left alone and yielded, with the reason; frames that `check` finds
+            to be damaged are in quarantine and not yielded. Both are summed up in the log at the end.
+
+        Raises
+        ------
+        StoreError
+            A directory cannot be read, or a bad frame not be set aside. One file that cannot be read is no error.
+        """
+        self._ledger.require_open()
+        return self._scan(check, progress or (lambda count: None))
+
     def quarantine(self, key: Key, reason: str) -> bool:
         """Move the file to ``quarantine/``, the latest of each key and reason. See `Store.quarantine`."""
         check_reason(reason)
-        path = self._path(key)
+        path = Path(self._path(key))
         aside = self._root / _QUARANTINE / f"{path.parent.parent.name}.{path.stem}.{reason}.kvf"
-        with _as_store_error("quarantine", path):
-            _make_directory(aside.parent)
+        with as_store_error("quarantine", path):
+            make_directory(aside.parent, sync=self._sync)
             try:
-                path.replace(aside)
+                os.replace(path, aside)
             except FileNotFoundError:
                 return False
         self._ledger.add(quarantined=1)
@@ -153,18 +213,37 @@ class FsStore:
         return self._ledger.stats()
 
     def close(self) -> None:
-        """See `Store.close`."""
+        """See `Store.close`. Nothing is held between calls: those under way end as if the store were open."""
         self._ledger.close()
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, key: Key) -> str:
         self._ledger.require_open()
         name = StoreKey.of(key)
         digest = name.digest.hex()
-        return self._root / name.namespace.hex() / digest[:2] / f"{digest}.kvf"
+        return f"{self._base}/{name.namespace.hex()}/{digest[:2]}/{digest}.kvf"
+
+    def _load(self, key: Key, read: Callable[[str], T | None]) -> T | None:
+        """Read a frame's file; None, counted as a miss, where it is not there, or torn where `read` gives None."""
+        path = self._path(key)
+        found, torn = None, False
+        try:
+            found = read(path)
+            torn = found is None
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise store_error("read", path, error) from error
+            torn = True  # a network file system dropped the file under our feet
+        if found is None:
+            self._ledger.add(misses=1, torn=torn)
+            return None
+        self._ledger.add(hits=1, hit_bytes=found if isinstance(found, int) else len(found))
+        return found
 
     def _claim(self) -> None:
         """Make sure that the root is a store of this version; make it one if it is empty."""
-        _make_directory(self._root)
+        make_directory(self._root, sync=self._sync)
         # Listed before the marker is read: a store made by another process meanwhile has its marker first.
         foreign = sorted(entry.name for entry in self._root.iterdir() if not _TEMP.fullmatch(entry.name))
         marker = self._root / MARKER
@@ -173,38 +252,47 @@ class FsStore:
         except FileNotFoundError:
             if foreign:
                 raise StoreError(
+                    errno.EEXIST,
                     f"{self._root} is not a kvcore store: it has {foreign[0]!r} and no {MARKER}; choose an "
-                    "empty or new directory"
+                    "empty or new directory",
                 ) from None
-            data = json.dumps({"format": FORMAT, "version": VERSION}).encode() + b"\n"
-            self._publish(marker, memoryview(data), through=self._root)
+            self._publish(str(marker), memoryview(marker_bytes(FORMAT, VERSION)), through=self._base)
             return
-        try:
-            fields = json.loads(found)
-        except ValueError as error:
-            raise StoreError(f"{marker} is not JSON ({error}): not a kvcore store, or a damaged one") from error
-        if fields != {"format": FORMAT, "version": VERSION}:
-            raise StoreError(
-                f"{marker} says {fields}, this build uses format {FORMAT!r} version {VERSION}; choose "
-                "another directory, or the kvcore that wrote this one"
-            )
+        check_marker(found, FORMAT, VERSION, where=str(marker), other="directory")
 
-    def _publish(self, path: Path, data: memoryview, *, through: Path | None = None) -> None:
+    def _can_direct(self) -> bool:
+        """Whether the file system takes O_DIRECT; if not, say so."""
+        why = probe_direct(self._root / _INCOMING)
+        if why is None:
+            return True
+        self.notes += (f"{self.name} goes through the page cache, although direct=1 was asked for: {why}",)
+        _log.warning("%s", self.notes[-1])
+        return False
+
+    def _make_folder(self, path: str) -> None:
+        """Make sure that the folder of a file and that of files being written are there."""
+        folder = os.path.dirname(path)
+        if folder not in self._folders:
+            if not os.path.exists(f"{self._base}/{MARKER}"):
+                self._claim()  # somebody has removed all of it
+            make_directory(Path(folder), sync=self._sync)
+            make_directory(self._root / _INCOMING, sync=self._sync)
+            self._folders.add(folder)
+
+    def _publish(self, path: str, data: memoryview, *, through: str | None = None) -> None:
         """Write to a name of our own; give the file its real name when every byte is on the medium."""
-        temp = (through or self._root / _INCOMING) / f"{os.getpid()}-{secrets.token_hex(8)}.tmp"
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        temp = f"{through or self._base + '/' + _INCOMING}/{temp_name()}"
         try:
-            try:
-                _write_all(fd, data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            temp.replace(path)
+            write_file(temp, data, direct=self._direct, sync=self._sync)
+            os.replace(temp, path)
+        except FileExistsError:
+            raise  # another writer's
         except BaseException:
             with contextlib.suppress(OSError):
-                temp.unlink()
+                os.unlink(temp)
             raise
-        _sync_directory(path.parent)
+        if self._sync:
+            sync_directory(os.path.dirname(path))
 
     def _sweep(self) -> None:
         """Remove what writers that died long ago have left."""
@@ -218,12 +306,65 @@ class FsStore:
 
     def _list(self, namespace: bytes | None) -> Iterator[StoreKey]:
         only = _NAMESPACE if namespace is None else re.compile(namespace.hex())
-        with _as_store_error("list", self._root):
+        with as_store_error("list", self._root):
             for space in _entries(self._root, only):
                 for shard in _entries(space, _SHARD):
                     for entry in _entries(shard, _FRAME):
                         if entry.name.startswith(shard.name):
                             yield StoreKey(bytes.fromhex(space.name), bytes.fromhex(entry.name[:64]))
+
+    def _scan(self, check: HeadCheck | None, progress: Callable[[int], None]) -> Iterator[Scanned]:
+        good, aside, left = 0, Counter[str](), Counter[str]()
+        for count, key in enumerate(self._list(None), 1):
+            try:
+                found = look_at(self._path(key), key, check)
+            except CorruptFrameError as error:
+                found = None
+                if self.quarantine(key, error.reason):
+                    aside[error.reason] += 1
+                    _log.debug("%s: set aside %s: %s", self.name, key.digest.hex(), error)
+            if found is not None:
+                left[found.unusable] += bool(found.unusable)
+                good += not found.unusable
+                yield found
+            progress(count)
+        if aside or +left:
+            _log.warning(
+                "%s: %d frames; set aside: %s; left alone, of no use to this build: %s",
+                self.name, good, _counts(aside), _counts(+left),
+            )  # fmt: skip
+
+
+def open_fs(rest: str) -> FsStore:
+    """Open what stands behind ``fs:`` in the URI of a store: ``PATH?direct=1&sync=0&scan=1``.
+
+    Parameters
+    ----------
+    rest : str
+        The directory, absolute or relative to the working directory, and options: ``direct`` and ``sync`` as `FsStore`
+        has them, and ``scan=1`` to check the head of every frame before anything is served.
+
+    Raises
+    ------
+    ConfigError
+        No directory, or an option that means nothing.
+    StoreError
+        The store cannot be opened.
+    """
+    path, options = split_options(rest, ("direct", "sync", "scan"), scheme="fs")
+    if not path:
+        raise ConfigError("a file system store needs a directory, for example fs:/var/cache/kvcore")
+    flags = {name: read_flag(value, name) for name, value in options.items()}
+    scan = flags.pop("scan", False)
+    store = FsStore(path, **flags)
+    if scan:
+        for _ in store.scan():
+            pass
+    return store
+
+
+def _counts(by_reason: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in by_reason.most_common()) or "none"
 
 
 def _entries(folder: Path | os.DirEntry[str], name: re.Pattern[str]) -> list[os.DirEntry[str]]:
@@ -233,60 +374,3 @@ def _entries(folder: Path | os.DirEntry[str], name: re.Pattern[str]) -> list[os.
             return [entry for entry in found if name.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, each one's name on the medium before it is used."""
-    if path.is_dir():
-        return
-    _make_directory(path.parent)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        if not path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-    else:
-        _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        written = os.write(fd, data)
-        if written <= 0:
-            raise OSError(errno.EIO, f"the system wrote {written} of {len(data)} bytes")
-        data = data[written:]
-
-
-def _read_whole(path: Path) -> memoryview | None:
-    """Read a file into one allocation of its length; None if it turns out shorter."""
-    with path.open("rb", buffering=0) as file:
-        # NumPy's allocation is not zeroed first, as a bytearray's would be.
-        view = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data
-        at = 0
-        while at < len(view):
-            count = file.readinto(view[at:])
-            if not count:
-                return None
-            at += count
-    return view.toreadonly()
-
-
-@contextlib.contextmanager
-def _as_store_error(doing: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `StoreError` with the same errno that says what was being done."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "the store is as it was before")
-        message = f"cannot {doing} {path}: {error.strerror or error}; {advice}"
-        raise StoreError(error.errno or errno.EIO, message) from error
