@@ -25,6 +25,7 @@ WRITE_TTL = 600.0
 READ_TTL = 300.0
 
 K = TypeVar("K", bound=Hashable)
+State = Literal["none", "staging", "ready", "read-locked"]
 EventKind = Literal["reserved", "ready", "read", "finished", "touched", "kept", "removed"]
 
 _log = logging.getLogger(__name__)
@@ -177,6 +178,8 @@ class L1Cache(Generic[K]):
         self._entries: dict[K, _Entry[K]] = {}
         self._detached: dict[int, _Entry[K]] = {}  # by generation
         self._generation = 0
+        self._next_end = float("inf")
+        """Before then no lease outlives its time: `expire` need not look at any."""
         self._hits = self._misses = self._expired = 0
         self._listeners: list[Callable[[L1Event[K]], None]] = []
         self._events: deque[L1Event[K]] = deque()
@@ -221,7 +224,7 @@ class L1Cache(Generic[K]):
                 if old is not None:
                     self._detach(old)
                 self._generation += 1
-                deadline = self._clock() + self._write_ttl
+                deadline = self._ends(self._write_ttl)
                 self._entries[key] = _Entry(key, obj, plans[key].size, self._generation, temporary, deadline)
                 leases[key] = WriteLease(key, obj, self._generation)
             self._emit("reserved", {key: plans[key].size for key in leases})
@@ -331,6 +334,20 @@ class L1Cache(Generic[K]):
         with self._lock:
             return iter([key for key, entry in self._entries.items() if not entry.staging])
 
+    def state(self, key: K) -> State:
+        """Return what state an object is in; ``"read-locked"`` while anybody reads it. Changes nothing."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return "none"
+            return "staging" if entry.staging else "read-locked" if entry.readers else "ready"
+
+    def nbytes(self, key: K) -> int:
+        """Return the bytes that an object takes in the arena; 0 if there is none."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return 0 if entry is None else entry.nbytes
+
     def touch(self, keys: Iterable[K]) -> None:
         """Tell the listeners that objects are wanted, without reading them."""
         with self._lock:
@@ -374,6 +391,8 @@ class L1Cache(Generic[K]):
         """
         with self._lock:
             freed, now = 0, self._clock()
+            if now < self._next_end:
+                return 0
             for entry in list(self._entries.values()):
                 read = bool(entry.readers)
                 for number in [number for number, deadline in entry.readers.items() if deadline <= now]:
@@ -383,6 +402,10 @@ class L1Cache(Generic[K]):
                     freed += self._detach(entry)
             for entry in list(self._detached.values()):
                 freed += self._release_if_over(entry)
+            ends = [end for entry in self._entries.values() for end in entry.readers.values()]
+            ends += [entry.deadline for entry in self._entries.values() if entry.staging]
+            ends += [self._kept_until(entry) for entry in self._detached.values()]
+            self._next_end = min(ends, default=float("inf"))
         self._deliver()
         return freed
 
@@ -464,7 +487,7 @@ class L1Cache(Generic[K]):
 
     def _reserve_read(self, entry: _Entry[K]) -> ReadLease[K]:
         self._generation += 1  # leases of readers are numbered from the same counter
-        entry.readers[self._generation] = self._clock() + self._read_ttl
+        entry.readers[self._generation] = self._ends(self._read_ttl)
         return ReadLease(entry.key, entry.memory, entry.generation, self._generation)
 
     def _end_read(self, entry: _Entry[K], number: int) -> None:
@@ -484,13 +507,21 @@ class L1Cache(Generic[K]):
 
     def _release_if_over(self, entry: _Entry[K]) -> int:
         """Free a detached object once nobody writes or reads it any more, or ought to."""
-        now = self._clock()
-        if entry.staging:
-            return self._release(entry) if entry.deadline + self._write_ttl <= now else 0
-        if any(deadline > now for deadline in entry.readers.values()):
+        if self._kept_until(entry) > self._clock():
             return 0
         self._expired += len(entry.readers)
         return self._release(entry)
+
+    def _kept_until(self, entry: _Entry[K]) -> float:
+        """Return when nobody uses the memory of a detached object any more, or ought to."""
+        if entry.staging:
+            return entry.deadline + self._write_ttl
+        return max(entry.readers.values(), default=float("-inf"))
+
+    def _ends(self, ttl: float) -> float:
+        end = self._clock() + ttl
+        self._next_end = min(self._next_end, end)
+        return end
 
     def _release(self, entry: _Entry[K]) -> int:
         del self._detached[entry.generation]
