@@ -7,12 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import IO, Any
 
 from kvcore.cli.models import load_model, load_tokenizer
 from kvcore.connectors.transformers import PrefixKVCache, cache_argument
 from kvcore.engine.cache import OPS
 from kvcore.errors import ConfigError, KVCoreError
+from kvcore.ops import open_backend
+from kvcore.tiers.config import open_tiers
+from kvcore.tiers.tiered import TieredCache
 
 __all__ = ["run_phase"]
 
@@ -43,7 +47,7 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     model = load_model(request["model"])
     tokens = _prompt(tokenizer, request["text"], request["max_prompt_tokens"])
     _check_length(model, len(tokens), request["new_tokens"])
-    kv_cache = _open_cache(model, request)
+    tiers, kv_cache = _open_cache(model, request)
     if len(tokens) <= kv_cache.prefix.namespace.chunk_tokens:
         raise ConfigError(
             f"the prompt has {len(tokens)} tokens; more than one chunk of {kv_cache.prefix.namespace.chunk_tokens} is "
@@ -56,11 +60,11 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     first = _next_token(model, tokens, cache)
     ttft = time.perf_counter() - began
     new = _decode(model, first, cache, request["new_tokens"], "cold", tell)
-    codec, chunk = request["codec"], kv_cache.prefix.namespace.chunk_tokens
-    tell(stage=f"cold process: store the KV, codec {codec}", total=len(tokens) // chunk)
+    tell(stage="cold process: store the KV", total=len(tokens) // kv_cache.prefix.namespace.chunk_tokens)
     report = kv_cache.save(tokens, cache, progress=lambda _: tell(advance=1))
+    tiers.close()
     if not report.tokens:
-        raise ConfigError(f"codec {codec} does not take the values of the first chunk; the log says why")
+        raise ConfigError(f"serde {request['serde']} does not take the values of the first chunk; the log says why")
     return {
         "tokens": tokens,
         "new_tokens": new,
@@ -76,24 +80,33 @@ def _warm(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     tell(stage="warm process: load the model", total=None)
     tokenizer = load_tokenizer(request["model"])
     model, tokens = load_model(request["model"]), request["tokens"]
-    kv_cache = _open_cache(model, request)
+    tiers, kv_cache = _open_cache(model, request)
     _warm_up(model, tokens)
-    tell(stage=f"warm process: restore the KV, codec {request['codec']}", total=None)
-    began = time.perf_counter()
-    cache, hit = kv_cache.restore(tokens)
-    first = _next_token(model, tokens[hit:], cache)
-    ttft = time.perf_counter() - began
+    ttft = {}
+    for place in ("the store", "host memory"):  # what came from the store is in host memory then
+        tell(stage=f"warm process: restore the KV from {place}", total=None)
+        began = time.perf_counter()
+        restored, tokens_found = kv_cache.restore(tokens)
+        next_token = _next_token(model, tokens[tokens_found:], restored)
+        ttft[place] = time.perf_counter() - began
+        if place == "the store":
+            cache, hit, first = restored, tokens_found, next_token
+            misses = dict(kv_cache.prefix.misses)
+    stats = {name: asdict(one) for name, one in tiers.stats().items()}
     new = _decode(model, first, cache, request["new_tokens"], "warm", tell)
     backend = kv_cache.prefix.backend
     plans = [backend.plan(op) for op in OPS]
+    tiers.close()
     return {
         "hit_tokens": hit,
         "new_tokens": new,
         "generated": tokenizer.decode(new, skip_special_tokens=True),
-        "ttft_ms": ttft * 1e3,
+        "ttft_ms": ttft["the store"] * 1e3,
+        "host_ttft_ms": ttft["host memory"] * 1e3,
+        "tiers": stats,
         "backend": backend.name,
         "ops": [{"op": p.op, "backend": p.backend, "implementation": p.implementation} for p in plans],
-        "misses": dict(kv_cache.prefix.misses),
+        "misses": misses,
     }
 
 
@@ -105,15 +118,19 @@ def _teller(out: IO[str]) -> Tell:
     return tell
 
 
-def _open_cache(model: Any, request: dict[str, Any]) -> PrefixKVCache:
-    return PrefixKVCache.for_model(
-        model,
-        store=request["store"],
-        backend=request["backend"],
-        name=request["model"]["name"],
-        kv_dtype=request["kv_dtype"],
-        codec=request["codec"],
-    )
+def _open_cache(model: Any, request: dict[str, Any]) -> tuple[TieredCache, PrefixKVCache]:
+    """Open host memory and the store behind it, and the model's cache over both."""
+    backend = open_backend(request["backend"], fallback="error")
+    store = {"store": request["store"], "serde": request["serde"]}
+    tiers = open_tiers({"host_bytes": request["host_bytes"], "pinned": False, "tiers": [store]}, backend)
+    try:
+        cache = PrefixKVCache.for_model(
+            model, store=tiers, backend=backend, name=request["model"]["name"], kv_dtype=request["kv_dtype"]
+        )
+    except BaseException:
+        tiers.close()
+        raise
+    return tiers, cache
 
 
 def _prompt(tokenizer: Any, text: str, most: int) -> list[int]:

@@ -10,6 +10,7 @@ import typer
 
 from kvcore.cli.output import console, count_bytes, plain_table, print_json
 from kvcore.codecs import GroupInfo
+from kvcore.codecs.envelope import Envelope
 from kvcore.codecs.frame_format import HEADER_BYTES, FrameHeader
 from kvcore.codecs.frame_values import Flags
 from kvcore.codecs.inspection import FrameReport, inspect_frame
@@ -47,6 +48,12 @@ def inspect(
 
 def _read(file: Path) -> bytes:
     """Return the file's bytes: of a frame all, and one more if there are more; of anything else its beginning."""
+    if file.is_dir():
+        frame = next(file.rglob("*.kvf"), None)
+        raise ConfigError(
+            f"{file} is a directory, and a frame is one file: "
+            + (f"kvcore inspect {frame}, say" if frame else "there is none in it, their names end in .kvf")
+        )
     try:
         with file.open("rb") as stream:
             head = stream.read(HEADER_BYTES)
@@ -85,6 +92,7 @@ def _values(file: Path, report: FrameReport, backend: str | None) -> dict[str, A
         "header": None if header is None else _header(header),
         "codec": None if report.codec is None else report.codec.name,
         "chain": None if varlen is None else list(varlen.codecs),
+        "envelope": None if report.envelope is None else _envelope(report.envelope),
         "namespace": None if varlen is None else varlen.namespace.hex(),
         "key": None if varlen is None else varlen.key.hex(),
         "groups": [] if varlen is None else [_group(group) for group in varlen.groups],
@@ -97,6 +105,10 @@ def _values(file: Path, report: FrameReport, backend: str | None) -> dict[str, A
             "escape_rate": tiles.escapes / tiles.symbols if tiles.symbols else None,
         },
     }
+
+
+def _envelope(envelope: Envelope) -> dict[str, Any]:
+    return {"version": envelope.version, "key_id": envelope.key_id}
 
 
 def _header(header: FrameHeader) -> dict[str, Any]:
@@ -140,6 +152,8 @@ def _print(values: dict[str, Any], no_backend: str) -> None:
         table.add_row("codec", f"{known} (id {header['codec_id']}, preset {header['preset']}{levels})")
         if values["chain"] is not None:
             table.add_row("chain", ", ".join(values["chain"]))
+        if values["envelope"] is not None:
+            table.add_row("encryption", _envelope_line(values["envelope"]))
         table.add_row("tables", f"{header['tables']}, n = {header['precision']}" if header["precision"] else "none")
         table.add_row("tokens, layers, groups", f"{header['tokens']}, {header['layers']}, {header['groups']}")
         table.add_row("KV, raw", count_bytes(header["raw_bytes"]))
@@ -156,13 +170,21 @@ def _print(values: dict[str, Any], no_backend: str) -> None:
         out.print(_layer_table(values["layers"]))
     _print_raw_rows(values["layers"], values["groups"])
     _print_tiles(values["tiles"])
-    if no_backend:
+    encrypted = header is not None and Flags.ENCRYPTED.name in header["flags"]
+    if encrypted:
+        out.print("\nLayers are encrypted, and were not checked. Places are those in the plain frame.")
+    elif no_backend:
         out.print(f"\nLayers were not checked: {no_backend}")
     for problem in values["problems"]:
         where = f"byte {problem['offset']:,}" + ("" if problem["layer"] is None else f", layer {problem['layer']}")
         out.print(f"\nDamaged ({problem['reason']}) at {where}: {problem['message']}", style="bold red")
     if values["good"]:
-        out.print("\nNothing is wrong with it." if not no_backend else "\nNothing is wrong with its head.")
+        out.print(f"\nNothing is wrong with {'its head' if no_backend or encrypted else 'it'}.")
+
+
+def _envelope_line(envelope: dict[str, Any]) -> str:
+    key = "the key without id" if envelope["key_id"] is None else f"key {envelope['key_id']}"
+    return f"AES-GCM, envelope version {envelope['version']}, {key}"
 
 
 def _group_line(group: dict[str, Any]) -> str:

@@ -1,18 +1,21 @@
-"""What the commands share: how they print, and how they ask for packages that are not there."""
+"""What the commands share: how they print, read sizes, and ask for packages that are not there."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import ConfigError, KVCoreError
 
-__all__ = ["console", "count_bytes", "plain_table", "print_json", "require"]
+__all__ = ["console", "count_bytes", "parse_size", "plain_table", "print_json", "require"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -44,6 +47,25 @@ def count_bytes(nbytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{nbytes:,} B" if unit == "B" else f"{value:.1f} {unit} ({nbytes:,} B)"
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return the bytes that a text such as ``4GiB``, ``500MB`` or ``4096`` says.
+
+    Raises
+    ------
+    ConfigError
+        It says none, or less than one; the message names the option.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{option} {text!r} is not a size: write 512MiB, 4GiB or a number of bytes")
+    number, unit, binary = match.groups()
+    scale = (1024 if binary else 1000) ** (" KMGT".index(unit.upper()) if unit else 0)
+    nbytes = int(float(number) * scale) if "." in number else int(number) * scale
+    if nbytes < 1:
+        raise ConfigError(f"{option} {text!r} is less than one byte")
+    return nbytes
 
 
 def require(extra: str, *modules: str) -> None:

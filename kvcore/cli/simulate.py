@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvcore.cli.output import console, count_bytes, plain_table, print_json, require
+from kvcore.cli.output import console, count_bytes, parse_size, plain_table, print_json, require
 from kvcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcore.tiers.simulation import Row
 
-__all__ = ["parse_size", "simulate"]
+__all__ = ["simulate"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 _COLOURS = ("#1f6feb", "#8250df", "#bf3989", "#9a6700", "#1a7f37", "#cf222e", "#57606a")
 
 
@@ -78,25 +76,6 @@ def simulate(
         print_json(report)
     else:
         _print(report, rows)
-
-
-def parse_size(text: str, option: str) -> int:
-    """Return the bytes that a text such as ``4GiB``, ``500MB`` or ``4096`` says.
-
-    Raises
-    ------
-    ConfigError
-        It says none, or less than one; the message names the option.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{option} {text!r} is not a size: write 512MiB, 4GiB or a number of bytes")
-    number, unit, binary = match.groups()
-    scale = (1024 if binary else 1000) ** (" KMGT".index(unit.upper()) if unit else 0)
-    nbytes = int(float(number) * scale) if "." in number else int(number) * scale
-    if nbytes < 1:
-        raise ConfigError(f"{option} {text!r} is less than one byte")
-    return nbytes
 
 
 def _quotas(texts: Sequence[str]) -> dict[str, int]:

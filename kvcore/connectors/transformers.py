@@ -9,12 +9,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from kvcore.codecs.contract import Codec
+from kvcore.completion import drop_traceback
 from kvcore.connectors.transformers_model import (
     cache_shape,
     check_cacheable,
@@ -25,17 +28,20 @@ from kvcore.connectors.transformers_model import (
 from kvcore.dtypes import dtype_name, to_dtype
 from kvcore.engine.cache import PrefixCache, SaveReport
 from kvcore.engine.keys import ExtraKey, Namespace
-from kvcore.errors import ConfigError, LayoutError, QuantizationError, UnsupportedOpError
+from kvcore.errors import ConfigError, LayoutError, LeaseError, QuantizationError, UnsupportedOpError
 from kvcore.layout import Layout
 from kvcore.ops import Backend, open_backend
 from kvcore.rope import RopeParams
 from kvcore.rows import RowLayout
 from kvcore.tiers.stores import Store, open_store
+from kvcore.tiers.tiered import TieredCache
 
 __all__ = ["KV_DTYPES", "PrefixKVCache", "SaveReport", "cache_argument"]
 
 KV_DTYPES = ("bfloat16", "float16", "float32")
 """Element types that K and V may be stored in."""
+
+logger = logging.getLogger("kvcore")
 
 _DYNAMIC_CACHE = Layout("LK|1HTD")
 
@@ -82,7 +88,7 @@ class PrefixKVCache:
         cls,
         model: Any,
         *,
-        store: Store | str,
+        store: Store | TieredCache | str,
         backend: Backend | str | None = None,
         name: str | None = None,
         revision: str | None = None,
@@ -91,7 +97,7 @@ class PrefixKVCache:
         salt: str = "",
         chunk_tokens: int = 256,
         rope: RopeParams | None = None,
-        codec: Codec | str = "raw",
+        codec: Codec | str | None = None,
         codecs: Sequence[str] | None = None,
     ) -> PrefixKVCache:
         """Make a cache for a model; everything that identifies its KV is read from the model unless it is given.
@@ -100,8 +106,9 @@ class PrefixKVCache:
         ----------
         model : PreTrainedModel
             Decoder-only, on one device. Memory of other devices than the CPU is copied through the host.
-        store : Store or str
-            Or what `kvcore.tiers.stores.open_store` opens: ``"memory:"``, ``"fs:DIRECTORY"``.
+        store : Store, TieredCache or str
+            Or what `kvcore.tiers.stores.open_store` opens: ``"memory:"``, ``"fs:DIRECTORY"``, ``"resp://HOST"``, ...
+            `close` closes what was opened here; a store or tiers that were given stay open.
         backend : Backend or str, optional
             Or its name; by default the best one for the CPU's memory.
         name : str, optional
@@ -120,7 +127,8 @@ class PrefixKVCache:
         rope : RopeParams, optional
             How keys are rotated, for models where it cannot be read for sure.
         codec : Codec or str
-            How KV is coded that this cache writes: ``"lossless"``, ``"high"``, ``"balanced"``, ``"small"``, ...
+            How KV is coded that this cache writes to a store: ``"raw"`` if not given, ``"lossless"``, ``"high"``,
+            ``"balanced"``, ``"small"``, ... Tiers have serdes of their own.
         codecs : sequence of str, optional
             The codecs whose frames are taken from the store; by default `codec`, ``"raw"`` and ``"lossless"``.
 
@@ -149,17 +157,38 @@ class PrefixKVCache:
             chunk_tokens=chunk_tokens,
             salt=salt,
         )
-        prefix = PrefixCache(
-            open_store(store) if isinstance(store, str) else store,
-            namespace,
-            layers=shape.layers,
-            heads=shape.heads,
-            width=shape.width,
-            backend=backend if isinstance(backend, Backend) else open_backend(backend, fallback="error"),
-            codec=codec,
-            codecs=codecs,
-        )
+        backend = backend if isinstance(backend, Backend) else open_backend(backend, fallback="error")
+        opened = open_store(store) if isinstance(store, str) else store
+        try:
+            prefix = PrefixCache(
+                opened,
+                namespace,
+                layers=shape.layers,
+                heads=shape.heads,
+                width=shape.width,
+                backend=backend,
+                codec=codec,
+                codecs=codecs,
+            )
+        except BaseException:
+            if isinstance(store, str):
+                opened.close()
+            raise
+        if isinstance(store, str):
+            prefix.on_close(opened.close)
         return cls(model, prefix)
+
+    def close(self) -> None:
+        """Free threads and buffers, and close the store if it was given by its URI."""
+        self.prefix.close()
+
+    def __enter__(self) -> PrefixKVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def lookup(self, tokens: Any, *, extra_keys: Sequence[ExtraKey] = ()) -> int:
         """Return how many leading tokens `restore` would find; at least one token is left to compute."""
@@ -236,17 +265,21 @@ class PrefixKVCache:
         else:
             staged = self._allocate(self.prefix.namespace.chunk_tokens, self._kv_dtype, "cpu")
             whole = _DYNAMIC_CACHE.bind(staged)
-        hit = 0
-        for chunk in self.prefix.load(ids, extra_keys=extra_keys):
-            if chunk.stop > found:  # stored by somebody else since the lookup
-                break
-            if staged is None:
-                self.prefix.backend.convert_layout(chunk.rows, out=whole.select(tokens=(chunk.start, chunk.stop)))
-            else:
-                self.prefix.backend.convert_layout(chunk.rows, out=whole)
-                for plane, part in zip(_flat(planes), _flat(staged), strict=True):
-                    plane[:, :, chunk.start : chunk.stop].copy_(part)
-            hit = chunk.stop
+        hit = sure = 0
+        try:
+            for chunk in self.prefix.load(ids, extra_keys=extra_keys):
+                if chunk.stop > found:  # stored by somebody else since the lookup
+                    break
+                if staged is None:
+                    self.prefix.backend.convert_layout(chunk.rows, out=whole.select(tokens=(chunk.start, chunk.stop)))
+                else:
+                    self.prefix.backend.convert_layout(chunk.rows, out=whole)
+                    for plane, part in zip(_flat(planes), _flat(staged), strict=True):
+                        plane[:, :, chunk.start : chunk.stop].copy_(part)
+                sure, hit = hit, chunk.stop
+        except LeaseError as error:  # the machine stood still for minutes: the last chunk may hold somebody else's KV
+            logger.warning("restored without the last chunk: %s", drop_traceback(error))  # a record may be kept
+            hit = sure
         with torch.no_grad():
             for index, (keys, values) in enumerate(planes if hit else ()):
                 # An empty update sets the layer up. The tensors are then put in its place: update would copy them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import threading
 
 import numpy as np
 import pytest
@@ -295,28 +296,27 @@ def test_two_processes_share_a_directory(model, tmp_path):
     assert opened(model, FsStore(tmp_path / "kv")).restore(tokens)[1] == 32
 
 
-class FullAfter:
+class FullAfter(MemoryStore):
     """A store that has room for some frames and then no more."""
 
-    def __init__(self, inner: MemoryStore, room: int) -> None:
-        self._inner, self._room = inner, room
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
 
-    def put(self, key: object, frame: object) -> int:
-        if self._room == 0:
+    def put(self, key, frame) -> int:
+        if self.room == 0:
             raise kvcore.StoreError(errno.ENOSPC, "no space left")
-        self._room -= 1
-        return self._inner.put(key, frame)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
+        self.room -= 1
+        return super().put(key, frame)
 
 
 def test_a_full_disk_is_an_error_and_what_was_stored_before_is_of_use(model):
-    tokens, inner = prompt(53), MemoryStore()
+    tokens, store = prompt(53), FullAfter(1)
+    cache = opened(model, store)
     with pytest.raises(kvcore.StoreError, match="no space left") as caught:
-        opened(model, FullAfter(inner, 1)).save(tokens, prefill(model, tokens))
+        cache.save(tokens, prefill(model, tokens))
     assert caught.value.errno == errno.ENOSPC
-    cache = opened(model, inner)
+    store.room = 2
     restored, hit = cache.restore(tokens)
     assert hit == CHUNK
     assert greedy(model, tokens, restored, hit) == greedy(model, tokens, DynamicCache(config=model.config), 0)
@@ -338,6 +338,31 @@ def test_a_corrupt_chunk_ends_the_prefix_and_the_rest_is_computed(model):
     assert greedy(model, tokens, restored, hit) == greedy(model, tokens, DynamicCache(config=model.config), 0)
     assert cache.save(tokens, kv).chunks_written == 1
     assert cache.restore(tokens)[1] == 4 * CHUNK
+
+
+def test_a_chunk_that_was_held_for_too_long_is_computed_again(model, monkeypatch):
+    tokens = prompt(70)
+    cache = opened(model, MemoryStore())
+    cache.save(tokens, prefill(model, tokens))
+    host, copied = cache.prefix.tiers.host, []
+    convert = cache.prefix.backend.convert_layout
+    now = host._l1._clock()
+    monkeypatch.setattr(host._l1, "_clock", lambda: now + 301 * (len(copied) > 2))
+
+    def slow(rows, out):
+        """Takes minutes for the third chunk, whose memory is given to somebody else meanwhile."""
+        convert(rows, out=out)
+        if threading.current_thread() is threading.main_thread():  # not where chunks are decoded
+            copied.append(rows)
+            host.relieve()
+
+    monkeypatch.setattr(cache.prefix.backend, "convert_layout", slow)
+    restored, hit = cache.restore(tokens)
+    monkeypatch.undo()
+    copied.clear()
+    assert hit == 2 * CHUNK == restored.get_seq_length()
+    assert greedy(model, tokens, restored, hit) == greedy(model, tokens, DynamicCache(config=model.config), 0)
+    cache.close()
 
 
 # --- what is refused
@@ -373,7 +398,7 @@ def test_what_identifies_the_kv_must_be_known(model):
         PrefixKVCache.for_model(model, store="memory:")
     with pytest.raises(kvcore.ConfigError, match="float8_e4m3fn"):
         opened(model, MemoryStore(), kv_dtype="fp8")
-    with pytest.raises(kvcore.ConfigError, match="unknown kind of store"):
+    with pytest.raises(kvcore.ConfigError, match="no kind of store 'redis'"):
         opened(model, "redis:localhost")
     with pytest.raises(kvcore.NoBackendError, match="misspelled"):
         opened(model, MemoryStore(), backend="cpu-ref")

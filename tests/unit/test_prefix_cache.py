@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,14 @@ CHUNK, LAYERS, HEADS, WIDTH = 8, 2, 3, 5
 TOKENS = list(range(100, 100 + 3 * CHUNK + 2))
 
 
-@pytest.fixture(scope="module")
-def backend() -> kvcore.Backend:
+@functools.cache
+def reference() -> kvcore.Backend:
     return kvcore.open_backend("cpu_ref", fallback="error")
+
+
+@pytest.fixture
+def backend() -> kvcore.Backend:
+    return reference()
 
 
 def namespace(**changes: Any) -> Namespace:
@@ -62,7 +68,7 @@ def loaded(cache: PrefixCache, tokens: list[int]) -> tuple[list[tuple[int, int]]
     ranges, pieces = [], []
     for chunk in cache.load(tokens):
         ranges.append((chunk.start, chunk.stop))
-        pieces.append([chunk.rows.bytes_view(part, layer)[0] for part, layer in chunk.rows.planes()])
+        pieces.append([chunk.rows.bytes_view(part, layer)[0].copy() for part, layer in chunk.rows.planes()])
     planes = [np.concatenate(plane).tobytes() for plane in zip(*pieces, strict=True)]
     return ranges, [planes[i : i + 2] for i in range(0, len(planes), 2)]
 
@@ -92,7 +98,7 @@ def test_what_is_loaded_is_what_was_saved(backend, tmp_path, make):
     count=st.integers(0, 30),
 )
 def test_any_shape_comes_back_bit_by_bit(extents, dtypes, chunk, count):
-    backend = kvcore.open_backend("cpu_ref", fallback="error")
+    backend = reference()
     cache = PrefixCache(MemoryStore(), namespace(kv_dtype=dtypes, chunk_tokens=chunk), **extents, backend=backend)
     tokens, kv = list(range(count)), engine(count, dtypes, **extents)
     report = cache.save(tokens, source(kv))
@@ -201,7 +207,7 @@ def test_a_bad_frame_is_a_miss_set_aside_and_stored_again(backend, tmp_path, mak
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_flip_of_any_bit_is_ever_served(data):
-    backend = kvcore.open_backend("cpu_ref", fallback="error")
+    backend = reference()
     cache, kv = opened(backend, MemoryStore()), engine(CHUNK + 1)
     tokens = TOKENS[: CHUNK + 1]
     cache.save(tokens, source(kv))
@@ -225,29 +231,27 @@ def test_the_right_frame_is_told_from_other_wellformed_ones(backend):
 # --- stores that fail
 
 
-class Failing:
-    """A store in which some methods fail, as a broken disk does."""
+def failing(inner: MemoryStore, *broken: str) -> MemoryStore:
+    """A view of a store in which some methods fail, as a broken disk does."""
 
-    def __init__(self, inner: MemoryStore, *broken: str) -> None:
-        self._inner, self._broken = inner, broken
+    def fail(name: str) -> Callable[..., None]:
+        def method(*arguments: object) -> None:
+            raise kvcore.StoreError(errno.EIO, f"{name} failed")
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._broken:
+        return method
 
-            def fail(*arguments: object) -> None:
-                raise kvcore.StoreError(errno.EIO, f"{name} failed")
-
-            return fail
-        return getattr(self._inner, name)
+    view = type("Failing", (MemoryStore,), {name: fail(name) for name in broken})()
+    view.__dict__.update(inner.__dict__)
+    return view
 
 
 def test_a_store_that_cannot_be_read_is_a_miss(backend):
     inner = MemoryStore()
     opened(backend, inner).save(TOKENS, source(engine(len(TOKENS))))
-    blind = opened(backend, Failing(inner, "exists"))
+    blind = opened(backend, failing(inner, "stat"))
     assert blind.lookup(TOKENS) == 0
     assert blind.misses == {"store": 1}
-    broken = opened(backend, Failing(inner, "get"))
+    broken = opened(backend, failing(inner, "get_into"))
     assert broken.lookup(TOKENS) == 24
     assert loaded(broken, TOKENS) == ([], [])
     assert broken.misses == {"store": 1}
@@ -258,7 +262,7 @@ def test_a_bad_frame_that_cannot_be_set_aside_is_a_miss_all_the_same(backend):
     opened(backend, inner).save(TOKENS, source(engine(len(TOKENS))))
     key = chunk_keys(namespace(), TOKENS)[0]
     inner.put(key, b"KVS1")
-    cache = opened(backend, Failing(inner, "quarantine"))
+    cache = opened(backend, failing(inner, "quarantine"))
     assert loaded(cache, TOKENS) == ([], [])
     assert cache.misses == {"truncated": 1}
 
@@ -282,7 +286,7 @@ def test_a_store_that_is_full_raises_and_keeps_the_chunks_before(backend):
 
 
 def test_a_store_that_cannot_be_asked_raises_when_saving(backend):
-    cache = opened(backend, Failing(MemoryStore(), "stat"))
+    cache = opened(backend, failing(MemoryStore(), "stat"))
     with pytest.raises(kvcore.StoreError, match="stat failed"):
         cache.save(TOKENS, source(engine(len(TOKENS))))
 
@@ -431,7 +435,7 @@ def test_a_backend_without_the_codecs_ops_misses_and_says_so_when_saving(backend
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), codec=st.sampled_from(["lossless", "small", "int4"]))
 def test_no_flip_of_any_bit_of_a_coded_frame_is_ever_served(data, codec):
-    backend = kvcore.open_backend("cpu_ref", fallback="error")
+    backend = reference()
     cache, kv = opened(backend, MemoryStore(), codec=codec), normal(CHUNK + 1)
     tokens = TOKENS[: CHUNK + 1]
     cache.save(tokens, source(kv))
