@@ -6,7 +6,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvcore.arrays import aligned_empty
 from kvcore.bench.peer import Peer
 from kvcore.errors import KVCoreError
 
-__all__ = ["Case", "Row", "copy_roofline", "measure", "pinned"]
+__all__ = ["Case", "Row", "copy_roofline", "measure", "neighbours", "pinned", "rate", "spread"]
 
 _SAMPLE_SECONDS = 0.02  # a sample repeats a call until it has taken about this long: clocks and interrupts average out
 
@@ -122,26 +122,39 @@ def _measure(case: Case, peer: Peer | None, repeats: int) -> Row:
     finally:
         if enabled:
             gc.enable()
-    median = statistics.median(ours)
-    quartiles = statistics.quantiles(ours, n=4) if len(ours) > 1 else [median] * 3
     return Row(
         case.path,
         case.unit,
-        _rate(case.nbytes, median),
-        round((quartiles[2] - quartiles[0]) / median, 3),
-        _rate(case.nbytes, statistics.median(theirs)) if theirs else None,
-        _rate(case.nbytes, statistics.median(roof)) if roof else None,
-        _ratio(theirs, ours),
-        _ratio(roof, ours),
+        rate(case.nbytes, ours) or 0.0,
+        spread(ours),
+        rate(case.nbytes, theirs),
+        rate(case.nbytes, roof),
+        neighbours(theirs, ours),
+        neighbours(roof, ours),
         note,
     )
 
 
-def _rate(nbytes: int, seconds: float) -> float:
-    return float(f"{nbytes / seconds / 1e9:.4g}")
+def rate(nbytes: int, samples: Sequence[float]) -> float | None:
+    """Return GB/s of the median of samples in seconds; None where there are none."""
+    return float(f"{nbytes / statistics.median(samples) / 1e9:.4g}") if samples else None
 
 
-def _ratio(theirs: list[float], ours: list[float]) -> float | None:
+def spread(samples: Sequence[float]) -> float:
+    """Return the distance of the quartiles, relative to the median."""
+    median = statistics.median(samples)
+    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [median] * 3
+    return round((quartiles[2] - quartiles[0]) / median, 3)
+
+
+def neighbours(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
+    """Return how many times faster we were than they: the median over neighbouring samples; None where there are none.
+
+    Parameters
+    ----------
+    theirs, ours : sequence of float
+        Seconds, as many of both, taken in turns.
+    """
     if not theirs:
         return None
     return float(f"{statistics.median(t / o for t, o in zip(theirs, ours, strict=True)):.3g}")

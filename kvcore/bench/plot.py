@@ -10,7 +10,7 @@ from kvcore.errors import ConfigError
 
 __all__ = ["check_path", "draw"]
 
-_SERIES = (("kvcore", "#1f6feb"), ("peer", "#8250df"), ("memcpy", "#b1bac4"))
+_COLOURS = ("#1f6feb", "#8250df", "#b1bac4")
 
 
 def check_path(path: Path) -> None:
@@ -30,8 +30,17 @@ def check_path(path: Path) -> None:
         raise ConfigError(f"--plot {path}: its ending names no format; {', '.join(sorted(formats))} do")
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(rows: Sequence[Row], title: str, path: Path, *, limit: str = "memcpy") -> None:
     """Write a picture of the rows, on a logarithmic axis: paths differ by orders of magnitude.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+    title : str
+    path : Path
+        Its ending names the format.
+    limit : str
+        What the roofline is called.
 
     Raises
     ------
@@ -43,7 +52,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     figure = Figure(figsize=(8, 0.6 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     height = 0.27
-    for offset, (name, colour) in enumerate(_SERIES):
+    for offset, (name, colour) in enumerate(zip(("kvcore", "peer", limit), _COLOURS, strict=True)):
         values = [(row.kvcore_gbps, row.peer_gbps, row.roofline_gbps)[offset] for row in rows]
         places = [i + (offset - 1) * height for i, value in enumerate(values) if value is not None]
         drawn = [value for value in values if value is not None]

@@ -141,7 +141,7 @@ def codec(backend: Backend, kv: KV) -> Iterator[Case]:
                 yield Case(label, array.nbytes, call, copy_roofline(array.nbytes), asked)
 
 
-def _decode(backend: Backend, frame: bytes | bytearray, target: RowLayout) -> None:
+def _decode(backend: Backend, frame: bytes | bytearray | memoryview, target: RowLayout) -> None:
     FrameReader(frame, expect_namespace=_ID, expect_key=_ID, digest=backend.digest).decode(backend, [target])
 
 

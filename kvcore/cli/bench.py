@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvcore.cli.bench_store import measure_stores, print_stores
 from kvcore.cli.output import console, plain_table, print_json, require
 from kvcore.errors import ConfigError, KVCoreError
 
 if TYPE_CHECKING:
     from kvcore.bench.cases import Row
     from kvcore.bench.data import KV
+    from kvcore.bench.store import StoreRow
 
 __all__ = ["bench"]
 
@@ -31,6 +34,7 @@ class Suite(str, Enum):
     QUANT = "quant"
     ENTROPY = "entropy"
     CODEC = "codec"
+    STORE = "store"
     DISPATCH = "dispatch"
 
 
@@ -46,7 +50,14 @@ def bench(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Model whose KV is coded; 'none' makes KV up. Default: SmolLM2-135M where it is installed."),
+        typer.Option(
+            help="Model whose KV is coded; 'none' makes KV up. Default: SmolLM2-135M where it is installed; suite "
+            "store makes KV up."
+        ),
+    ] = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(help="URI of a store, for suite store; may be repeated. Default: memory, and a new directory."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 15,
     plot: Annotated[
@@ -56,6 +67,8 @@ def bench(
 ) -> None:
     """Measure what paths cost on one pinned thread: medians, the peer's and the memory's own speed in the same run."""
     os.environ["KVCORE_CPU_THREADS"] = "1"  # one thread against one thread
+    if store and suite is not Suite.STORE:
+        raise ConfigError(f"--suite {suite.value} uses no store; --store goes with --suite store")
     if suite is Suite.DISPATCH:
         given = {"--backend": backend, "--peer-python": peer_python, "--model": model, "--plot": plot}
         useless = [name for name, value in given.items() if value is not None]
@@ -70,13 +83,22 @@ def bench(
         check_path(plot)
     _check_host(backend)
     with tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder, contextlib.redirect_stdout(sys.stderr):
-        report, rows = _measure(suite, backend, peer_python, model, repeats, Path(folder), quiet=as_json)
+        rows: Sequence[Row]
+        stored: list[StoreRow] = []
+        if suite is Suite.STORE:
+            report, stored = _measure_stores(backend, peer_python, model, store or (), repeats, Path(folder), as_json)
+            rows = stored
+        else:
+            report, rows = _measure(suite, backend, peer_python, model, repeats, Path(folder), quiet=as_json)
     if plot is not None:
         from kvcore.bench.plot import draw
 
-        draw(rows, f"kvcore {report['backend']}, suite {suite.value}", plot)
+        limit = "limit" if suite is Suite.STORE else "memcpy"
+        draw(rows, f"kvcore {report['backend']}, suite {suite.value}", plot, limit=limit)
     if as_json:
         print_json(report)
+    elif suite is Suite.STORE:
+        print_stores(report, stored)
     else:
         _print(report, rows)
 
@@ -134,6 +156,16 @@ def _measure(
     return report, rows
 
 
+def _measure_stores(
+    name: str | None, peer_python: str | None, model: str | None, uris: Sequence[str], repeats: int, folder: Path,
+    quiet: bool,
+) -> tuple[dict[str, Any], list[StoreRow]]:  # fmt: skip
+    """Run the suite of stores, on made-up KV unless a model is named."""
+    kv = None if model in (None, "none") else _find_kv(model, folder)
+    report, rows = measure_stores(kv, name, peer_python, uris, repeats, folder, quiet=quiet)
+    return {"suite": report.pop("suite"), "machine": _machine(report.pop("core")), **report}, rows
+
+
 def _find_kv(model: str | None, folder: Path) -> KV:
     """Return a real model's KV of a text of Python's own; made-up KV where there is no model."""
     from kvcore.bench.data import made_up_kv, model_kv
@@ -167,7 +199,7 @@ def _machine(core: int | None) -> dict[str, Any]:
     return {"machine": platform.machine(), "processor": model, "system": platform.platform(), "core": core}
 
 
-def _print(report: dict[str, Any], rows: list[Row]) -> None:
+def _print(report: dict[str, Any], rows: Sequence[Row]) -> None:
     out = console()
     out.print(f"{report['backend']} on {report['machine']['processor'] or report['machine']['machine']}, one thread")
     if report["peer"]:
