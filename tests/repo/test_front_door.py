@@ -16,13 +16,15 @@ GOOD = {
     "prompt_tokens": 1800,
     "hit_tokens": 1792,
     "backend": "cpu_ref",
-    "codec": "raw",
+    "codec": "balanced",
     "cold_ttft_ms": 6000.0,
     "warm_ttft_ms": 300.0,
+    "host_ttft_ms": 200.0,
     "speedup": 20.0,
-    "raw_bytes": 1,
-    "stored_bytes": 1,
-    "ratio": 1.0,
+    "tiers": {"host": {"hits": 7}, "disk": {"hits": 7}},
+    "raw_bytes": 45,
+    "stored_bytes": 10,
+    "ratio": 4.5,
     "tokens_identical": True,
     "generated": "text",
 }
@@ -64,7 +66,14 @@ def test_ci_runs_targets_that_exist_within_its_budget(root):
     assert len(steps) == script[script.index("budgets=(") :].split("\n)")[0].count("\n")
     assert {target for _, target in steps} <= set(rules(root))
     required = {"check", "check-kernels", "test", "test-wheels", "test-suite", "test-kernel-mutants", "docs"}
-    required |= {"conformance", "conformance-sanitize", "conformance-simulated", "conformance-triton", "demo-check"}
+    required |= {
+        "conformance",
+        "conformance-sanitize",
+        "conformance-simulated",
+        "conformance-stores",
+        "conformance-triton",
+    }
+    required |= {"conformance-triton", "demo-check"}
     assert required <= {target for _, target in steps}
     assert sum(int(minutes) for minutes, _ in steps) < CI_BUDGET_MINUTES * CI_PROCESSORS
 
@@ -77,20 +86,25 @@ def test_changelog_fragments_are_of_a_known_kind(root, core):
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "arguments", "complaint"),
     [
-        ({}, None),
-        ({"tokens_identical": False}, "tokens_identical"),
-        ({"tokens_identical": 1}, "tokens_identical"),
-        ({"hit_tokens": 1791}, "multiple of 256"),
-        ({"hit_tokens": 1280}, "under 1536"),
-        ({"speedup": 4.9}, "under 5"),
-        ({"hit_tokens": None}, "must be numbers"),
+        ({}, [], None),
+        ({"tokens_identical": False}, [], None),
+        ({"tokens_identical": False, "ratio": 0.99}, ["exact"], "tokens_identical"),
+        ({"tokens_identical": 1}, ["exact"], "tokens_identical"),
+        ({"ratio": 0.99}, ["exact"], None),
+        ({"ratio": 3.9}, [], "ratio 3.9 is under 4"),
+        ({"hit_tokens": 1791}, [], "multiple of 256"),
+        ({"hit_tokens": 1280}, [], "under 1536"),
+        ({"tiers": {"host": {"hits": 7}, "disk": {"hits": 6}}}, [], "not once all chunks"),
+        ({"tiers": {"disk": {"hits": 7}}}, [], "not once all chunks"),
+        ({"speedup": 4.9}, [], "under 5"),
+        ({"hit_tokens": None}, [], "must be numbers"),
     ],
 )
-def test_the_demos_figures_are_held_against_the_promises(root, change, complaint):
+def test_the_demos_figures_are_held_against_the_promises(root, change, arguments, complaint):
     given = json.dumps({**GOOD, **change})
-    command = [sys.executable, str(root / ".ci" / "check_demo.py")]
+    command = [sys.executable, str(root / ".ci" / "check_demo.py"), *arguments]
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (complaint is None)
     assert (complaint or "") in done.stderr
