@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from kvcore.errors import ConfigError
 from kvcore.memory import BufferPool
@@ -20,13 +20,22 @@ from kvcore.tiers.observer import TierCounters, TierObserver
 from kvcore.tiers.prefetch_controller import MAX_IN_FLIGHT
 from kvcore.tiers.serde_store import SerdeStore
 from kvcore.tiers.store_tier import StoreTier
-from kvcore.tiers.stores import open_store
+from kvcore.tiers.stores.breaker import RETRY_SECONDS, check_retry
+from kvcore.tiers.stores.guarded import open_guarded
 from kvcore.tiers.tiered import TieredCache
 
 __all__ = ["StoreTierConfig", "TiersConfig", "open_tiers"]
 
 TEMPORARY_BYTES = 4 << 30
 """Most bytes of buffers between serdes and stores; as much is taken as is used."""
+
+
+def _as_pair(given: Any) -> Any:
+    """Take one number for both waits."""
+    return (given, given) if isinstance(given, (int, float)) and not isinstance(given, bool) else given
+
+
+_Retry: TypeAlias = Annotated[tuple[float, float], BeforeValidator(_as_pair), AfterValidator(check_retry)]
 
 
 class StoreTierConfig(BaseModel):
@@ -45,6 +54,8 @@ class StoreTierConfig(BaseModel):
         Nothing is stored there.
     promote : bool
         What was found in a tier below is copied there.
+    retry_seconds : (float, float) or float, optional
+        After how many seconds it is tried again when it is down: at first, and at most. That of all tiers if not given.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +65,7 @@ class StoreTierConfig(BaseModel):
     name: str = ""
     read_only: bool = False
     promote: bool = True
+    retry_seconds: _Retry | None = None
 
     @field_validator("serde")
     @classmethod
@@ -90,6 +102,8 @@ class TiersConfig(BaseModel):
         Loads at a time.
     serde_workers, store_workers : int
         Threads of each serde, and batches under way in each store.
+    retry_seconds : (float, float) or float
+        After how many seconds a store that is down is tried again: at first, and at most; see `GuardedStore`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -106,6 +120,7 @@ class TiersConfig(BaseModel):
     max_in_flight: int = Field(MAX_IN_FLIGHT, gt=0)
     serde_workers: int = Field(1, gt=0)
     store_workers: int = Field(2, gt=0)
+    retry_seconds: _Retry = RETRY_SECONDS
 
     @classmethod
     def of(cls, given: TiersConfig | Mapping[str, Any]) -> TiersConfig:
@@ -126,6 +141,8 @@ def open_tiers(
 ) -> TieredCache:
     """Open stores and serdes, take host memory, and put them together; closing the cache closes them all.
 
+    A store that cannot be reached, now or later, is an empty tier until it is back: see `GuardedStore`.
+
     Parameters
     ----------
     config : TiersConfig or mapping
@@ -138,7 +155,7 @@ def open_tiers(
     ConfigError
         Something in the configuration means nothing, or the machine has less host memory than `min_host_bytes`.
     StoreError
-        A store cannot be opened.
+        A store cannot be opened, and will not be by waiting: another's directory, no permission.
     """
     config = TiersConfig.of(config)
     backend = open_backend() if backend is None else backend
@@ -154,7 +171,7 @@ def open_tiers(
         )
         stack.callback(arena.close)  # the last: others hold views of its memory
         told = TierCounters(observer)
-        tiers = _open_stores(config, backend, told.serde, stack)
+        tiers = _open_stores(config, backend, told, stack)
         host = HostTier(arena, policy=config.policy)
         stack.callback(host.clear)
         cache = TieredCache(
@@ -175,7 +192,7 @@ def open_tiers(
 
 
 def _open_stores(
-    config: TiersConfig, backend: Backend, on_step: Callable[..., None], stack: contextlib.ExitStack
+    config: TiersConfig, backend: Backend, told: TierObserver, stack: contextlib.ExitStack
 ) -> Sequence[StoreTier]:
     pool = BufferPool(TEMPORARY_BYTES)
     wanted = [SerdeConfig.of(tier.serde) for tier in config.tiers]
@@ -189,14 +206,21 @@ def _open_stores(
         stack.callback(serde.close)
         serdes.append(serde)
         if isinstance(serde, AsyncSerdeProcessor):
-            serde.on_step = functools.partial(on_step, _serde_label(one))
+            serde.on_step = functools.partial(told.serde, _serde_label(one))
     tiers = []
-    for tier, serde in zip(config.tiers, serdes, strict=True):  # opened after the serdes, and closed before them
-        store = open_store(tier.store)
+    parts = zip(config.tiers, serdes, map(_serde_label, wanted), strict=True)
+    for tier, serde, serde_name in parts:  # opened after the serdes, and closed before them
+        store = open_guarded(
+            tier.store,
+            label=tier.label,
+            retry_seconds=tier.retry_seconds or config.retry_seconds,
+            on_down=functools.partial(told.degraded, tier.label),
+            on_up=functools.partial(told.recovered, tier.label),
+        )
         stack.callback(store.close)
         wrapped = SerdeStore(store, serde, pool, max_workers=config.store_workers)
         stack.callback(wrapped.close)
-        tiers.append(StoreTier(tier.label, wrapped, tier.read_only, tier.promote))
+        tiers.append(StoreTier(tier.label, wrapped, tier.read_only, tier.promote, serde_name))
     return tiers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from kvcore.errors import LeaseError
@@ -114,6 +114,10 @@ class HostTier:
 
     def __len__(self) -> int:
         return len(self._l1)
+
+    def __iter__(self) -> Iterator[HostKey]:
+        """The keys of the objects that are ready, as they are now."""
+        return iter(self._l1)
 
     def nbytes(self, key: Key) -> int:
         """Return the bytes that an object takes here, ready or still being written; 0 if there is none."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvcore.completion import attempt, drop_traceback
 from kvcore.keys import Key
 from kvcore.tiers.host_tier import HostTier
 from kvcore.tiers.observer import TierObserver
 from kvcore.tiers.store_tier import StoreTier, Unusable
-from kvcore.tiers.stores.contract import StoreStat
+from kvcore.tiers.stores.contract import StoreStat, StoreUnavailableError
 
 __all__ = ["HOST", "TierLookup"]
 
@@ -104,7 +104,7 @@ class TierLookup:
         stats: list[StoreStat | Exception | None] = []
         for key, answer in zip(keys, answers, strict=True):
             stats.append(None if self._unusable.has(tier.name, key) else answer)
-        for failed in {str(answer): answer for answer in answers if isinstance(answer, Exception)}.values():
+        for failed in _failures(answers):
             self._observer.failure(tier.name, operation, failed)
         hits = sum(isinstance(stat, StoreStat) for stat in stats)
         if operation == "lookup":
@@ -126,3 +126,9 @@ class TierLookup:
                 if isinstance(stat, StoreStat):
                     places[i] = tier.name
         return places
+
+
+def _failures(answers: Sequence[StoreStat | Exception | None]) -> Iterable[Exception]:
+    """Return the different errors; that a tier was not asked, because it is down, is none."""
+    errors = {id(one): one for one in answers if isinstance(one, Exception)}
+    return {str(one): one for one in errors.values() if not isinstance(one, StoreUnavailableError)}.values()

@@ -35,11 +35,18 @@ class TierObserver:
     def failure(self, tier: str, operation: str, error: Exception) -> None:
         """A chunk could not be stored (``"store"``), used (``"retrieve"``) or removed (``"delete"``).
 
-        Or a tier could not be asked (``"lookup"``), which is told once for all chunks that it was asked for.
+        Or a tier could not be asked (``"lookup"``), which is told once for all chunks that it was asked for. That a
+        tier which is down was not asked is no failure of lookups and loads: chunks are misses there.
         """
 
     def evict(self, tier: str, chunks: int, nbytes: int) -> None:
         """Chunks left a tier to make room, or expired."""
+
+    def degraded(self, tier: str, reason: str) -> None:
+        """A tier is down: it counts as empty until it is back."""
+
+    def recovered(self, tier: str, seconds: float) -> None:
+        """A tier is back, after so long."""
 
     def serde(self, serde: str, direction: str, nbytes: int, seconds: float) -> None:
         """A serde coded one chunk: direction ``"serialize"`` or ``"deserialize"``, `nbytes` of the stored form.
@@ -69,6 +76,10 @@ class TierStats:
         Chunks that left to make room, and their bytes.
     lookup_seconds, retrieve_seconds, store_seconds : float
         Time spent, summed over threads.
+    outages : int
+        How often it went down.
+    down_seconds : float
+        How long it was down, in outages that are over.
     """
 
     hits: int = 0
@@ -84,6 +95,8 @@ class TierStats:
     lookup_seconds: float = 0.0
     retrieve_seconds: float = 0.0
     store_seconds: float = 0.0
+    outages: int = 0
+    down_seconds: float = 0.0
 
 
 class TierCounters(TierObserver):
@@ -133,6 +146,16 @@ class TierCounters(TierObserver):
         """See `TierObserver.evict`."""
         self._add(tier, evicted=chunks, evicted_bytes=nbytes)
         self._tell("evict", tier, chunks, nbytes)
+
+    def degraded(self, tier: str, reason: str) -> None:
+        """See `TierObserver.degraded`."""
+        self._add(tier, outages=1)
+        self._tell("degraded", tier, reason)
+
+    def recovered(self, tier: str, seconds: float) -> None:
+        """See `TierObserver.recovered`."""
+        self._add(tier, down_seconds=seconds)
+        self._tell("recovered", tier, seconds)
 
     def serde(self, serde: str, direction: str, nbytes: int, seconds: float) -> None:
         """See `TierObserver.serde`."""

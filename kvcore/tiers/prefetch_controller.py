@@ -17,8 +17,8 @@ from kvcore.tiers.l1 import ReadLease, WriteLease
 from kvcore.tiers.lookup import HOST, TierLookup
 from kvcore.tiers.observer import TierObserver
 from kvcore.tiers.serde_store import KEY_REASONS, layout_shape
-from kvcore.tiers.store_tier import StoreTier, Unusable
-from kvcore.tiers.stores.contract import StoreStat
+from kvcore.tiers.store_tier import Origins, StoreTier, Unusable
+from kvcore.tiers.stores.contract import StoreStat, StoreUnavailableError
 from kvcore.workers import Priority, Workers
 
 __all__ = ["MAX_IN_FLIGHT", "Found", "PrefetchController", "Retention"]
@@ -64,6 +64,8 @@ class PrefetchController:
         Frames that this process cannot read.
     copy : callable
         ``copy(tier, key, frame)`` puts a frame into a tier in the background.
+    origins : Origins, optional
+        Where it is noted which tier an object came from.
     max_in_flight : int
         Tasks that load at a time; more wait, and those somebody waits for come first.
     retention : {"keep", "temporary"}
@@ -84,6 +86,7 @@ class PrefetchController:
         unusable: Unusable,
         *,
         copy: CopyFrame,
+        origins: Origins | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
         retention: Retention = "keep",
     ) -> None:
@@ -91,6 +94,7 @@ class PrefetchController:
             raise ConfigError(f"there is no retention {retention!r}; there are {', '.join(get_args(Retention))}")
         self._host, self._lookup, self._tiers = host, lookup, list(tiers)
         self._observer, self._unusable, self._copy = observer, unusable, copy
+        self._origins = origins if origins is not None else Origins(host)
         self._temporary = retention == "temporary"
         self._workers = Workers(max_in_flight, name="kvcore prefetch")
         self._done: CompletionQueue[Found | None] = CompletionQueue("load")
@@ -330,7 +334,8 @@ class PrefetchController:
             for i, outcome in zip(some, outcomes, strict=True):
                 results[i] = True if outcome is True else outcome or None  # False: gone since it was looked up
                 if isinstance(outcome, Exception):
-                    self._observer.failure(tier.name, "retrieve", outcome)
+                    if not isinstance(outcome, StoreUnavailableError):
+                        self._observer.failure(tier.name, "retrieve", outcome)
                     if isinstance(outcome, CorruptFrameError) and outcome.reason in KEY_REASONS:
                         self._unusable.add(tier.name, keys[i])
                 elif outcome:
@@ -374,11 +379,13 @@ class PrefetchController:
         return promote
 
     def _publish(self, tier: str, lease: WriteLease[HostKey], hold: bool) -> Found | LeaseError:
+        self._origins.coming(lease.key, tier)
         try:
             if hold:
                 return Found(tier, self._host.finish_write_and_reserve_read(lease))
             self._host.finish_write(lease)
         except LeaseError as error:  # host memory was cleared meanwhile, say
+            self._origins.forget(lease.key)
             return drop_traceback(error)
         return Found(tier)
 

@@ -119,7 +119,9 @@ class StoreController:
         self._done.discard(task_id)
 
     def copy(self, tier: StoreTier, key: Key, frame: memoryview) -> None:
-        """Put a frame into another store in the background, as it is; dropped while too many wait."""
+        """Put a frame into another store in the background, as it is; dropped while too many wait, or it is down."""
+        if tier.outage() is not None:
+            return
         with self._idle:
             if self._copying + len(frame) > COPY_BYTES:
                 return
@@ -167,9 +169,24 @@ class StoreController:
     def _put(
         self, group: Sequence[StoreTier], keys: Sequence[HostKey], objs: Sequence[MemoryObj]
     ) -> list[dict[str, int | Exception]]:
-        """Store objects in tiers that share a serde: serialised once, and for the others copied."""
-        first, others = group[0], group[1:]
+        """Store objects in tiers that share a serde: serialised once, and for the others copied.
+
+        For tiers that are down nothing is serialised.
+        """
         results: list[dict[str, int | Exception]] = [{} for _ in keys]
+        up = []
+        for tier in group:
+            outage = tier.outage()
+            if outage is None:
+                up.append(tier)
+                continue
+            refused = outage.error()
+            for result in results:
+                result[tier.name] = refused
+            self._tell(tier, [refused] * len(keys), 0.0)
+        if not up:
+            return results
+        first, others = up[0], up[1:]
         place = {key: i for i, key in enumerate(keys)}
 
         def to_others(key: Key, frame: memoryview) -> None:
@@ -187,7 +204,7 @@ class StoreController:
             for tier in others:  # what could not be serialised reached none of them
                 result.setdefault(tier.name, outcome)
         self._tell(first, outcomes, time.perf_counter() - began)
-        for tier in group:
+        for tier in up:
             self._unusable.discard(
                 tier.name, [k for k, r in zip(keys, results, strict=True) if isinstance(r[tier.name], int)]
             )

@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from kvcore.completion import TaskId, attempt
-from kvcore.errors import ConfigError, LeaseError
+from kvcore.errors import ConfigError, LeaseError, StoreError
 from kvcore.keys import Key
 from kvcore.memory import MemoryPlan
 from kvcore.tiers.host_tier import HostKey, HostTier
 from kvcore.tiers.l1 import WriteLease
 from kvcore.tiers.lookup import HOST, TierLookup
+from kvcore.tiers.moves import Mover
 from kvcore.tiers.observer import TierCounters, TierObserver, TierStats
+from kvcore.tiers.overview import TierHealth, TierInfo, clear_host, clear_tier, describe_host, describe_tier, health_of
 from kvcore.tiers.prefetch_controller import MAX_IN_FLIGHT, Found, PrefetchController
 from kvcore.tiers.store_controller import StoreController, StoredIn, check_store_policy
-from kvcore.tiers.store_tier import StoreTier, Unusable
+from kvcore.tiers.store_tier import Origins, StoreTier, Unusable
 from kvcore.workers import Priority
 
 __all__ = ["TieredCache"]
@@ -83,7 +85,9 @@ class TieredCache:
         self.on_close: Callable[[], None] | None = None
         """Called at the end of each `close`, to close what was made for this cache."""
         self._counters = observer if isinstance(observer, TierCounters) else TierCounters(observer)
-        unusable = Unusable()
+        self._unusable = unusable = Unusable()
+        origins = Origins(host)
+        self._moves = Mover(host, tiers, self._counters, unusable, origins)
         self._stores = StoreController(host, tiers, self._counters, unusable)
         self._lookup = TierLookup(host, tiers, self._counters, unusable)
         self._loads = PrefetchController(
@@ -93,6 +97,7 @@ class TieredCache:
             self._counters,
             unusable,
             copy=self._stores.copy,
+            origins=origins,
             max_in_flight=max_in_flight,
             retention="temporary" if self._temporary else "keep",
         )
@@ -235,6 +240,112 @@ class TieredCache:
                     failed.setdefault(tier.name, outcome)
                     self._counters.failure(tier.name, "delete", outcome)
         return failed
+
+    def move(
+        self,
+        keys: Sequence[Key],
+        source: str,
+        target: str,
+        *,
+        keep: bool = False,
+        plans: Sequence[MemoryPlan] | None = None,
+    ) -> list[int | Exception | None]:
+        """Move objects from one tier to another, and wait until that is done.
+
+        Frames go from store to store as they are, if the other tier's serde takes their codec; KV in host memory is
+        coded for a store; frames are decoded into host memory, where eviction may make them go. An object leaves its
+        tier only when it is in the other one: where both have it for a moment, or for good because it could not be
+        removed, it is found all the same.
+
+        Parameters
+        ----------
+        keys : sequence of Key
+            Of a prefix, in its order.
+        source, target : str
+            Names of tiers, ``"host"`` among them.
+        keep : bool
+            Copy: leave the objects where they are, too.
+        plans : sequence of MemoryPlan, optional
+            What each object looks like, needed for host memory as the target.
+
+        Returns
+        -------
+        list of int or Exception or None
+            For each object the bytes that it takes in its new place (of its frame, in a store), or why it stays:
+            `UnsupportedOpError` where it would have to be coded a second time, a `CorruptFrameError`, the store's
+            error, no room; or None if the source does not have it.
+
+        Raises
+        ------
+        ConfigError
+            There is no such tier, both are one, nothing may be stored or removed there, or plans are missing.
+        """
+        return self._moves.move(keys, source, target, keep=keep, plans=plans)
+
+    def clear(self, tiers: Sequence[str] | None = None, *, namespace: bytes | None = None) -> dict[str, int]:
+        """Remove all objects, or those of a namespace.
+
+        In host memory, those of a namespace that are in use stay; all of them go with the rest. What is on its way to
+        a store arrives after it: `flush` first.
+
+        Parameters
+        ----------
+        tiers : sequence of str, optional
+            Names; all tiers that are not read-only if not given.
+        namespace : bytes, optional
+            Its 32-byte digest.
+
+        Returns
+        -------
+        dict of str to int
+            How many objects went, by tier.
+
+        Raises
+        ------
+        ConfigError
+            There is no such tier, or a read-only one was named.
+        StoreError
+            A tier is down, or did not remove everything. What could be removed anywhere was.
+        """
+        by_name = {tier.name: tier for tier in self.tiers}
+        chosen = [HOST, *(t.name for t in self.tiers if not t.read_only)] if tiers is None else dict.fromkeys(tiers)
+        for name in chosen:
+            if name != HOST and name not in by_name:
+                raise ConfigError(f"there is no tier {name!r}; there are {', '.join((HOST, *by_name))}")
+            if name != HOST and by_name[name].read_only:
+                raise ConfigError(f"tier {name} is read-only: nothing is removed there")
+        gone: dict[str, int] = {}
+        failed: StoreError | None = None
+        for name in chosen:
+            if name == HOST:
+                gone[name] = clear_host(self.host, namespace)
+                continue
+            gone[name], error = clear_tier(by_name[name], namespace, self._unusable)
+            if error is not None:
+                self._counters.failure(name, "delete", error)
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return gone
+
+    def describe(self, *, count: bool = False) -> dict[str, TierInfo]:
+        """Return by name what each tier is, how it is, and what it holds as far as that is known at once.
+
+        Parameters
+        ----------
+        count : bool
+            List stores that do not know what they hold, which may take long.
+
+        Raises
+        ------
+        StoreError
+            A store cannot be listed.
+        """
+        return {HOST: describe_host(self.host), **{t.name: describe_tier(t, count=count) for t in self.tiers}}
+
+    def health(self) -> dict[str, TierHealth]:
+        """Return by name how each tier is. Asks no store, and lets those be tried again for which it is time."""
+        return {HOST: TierHealth(), **{tier.name: health_of(tier) for tier in self.tiers}}
 
     def stats(self) -> dict[str, TierStats]:
         """Return the counters of each tier, by name."""

@@ -25,6 +25,7 @@ from kvcore.tiers.stores.contract import (
     StoreKey,
     StoreStat,
     StoreStats,
+    StoreUsage,
     flat_bytes,
     result_of,
 )
@@ -216,6 +217,10 @@ class CappedStore(Store):
         evicted = self.evicted  # first: one that ends meanwhile must not be taken off what it is not in
         stats = self._inner.stats()
         return replace(stats, deletes=stats.deletes - evicted)
+
+    def usage(self) -> StoreUsage:
+        """Return what the books have. See `Store.usage`."""
+        return StoreUsage(len(self._books), self.used_bytes, self.capacity_bytes)
 
     def close(self) -> None:
         """Close the inner store. See `Store.close`."""

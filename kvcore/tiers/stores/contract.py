@@ -18,11 +18,14 @@ __all__ = [
     "Buffer",
     "Key",
     "Ledger",
+    "Outage",
     "Outcomes",
     "Store",
     "StoreKey",
     "StoreStat",
     "StoreStats",
+    "StoreUnavailableError",
+    "StoreUsage",
     "check_reason",
     "flat_bytes",
     "outcome_of",
@@ -67,11 +70,73 @@ class StoreStats:
     hit_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What a store holds, as far as it knows without listing.
+
+    Parameters
+    ----------
+    objects, nbytes : int, optional
+        Frames, and their bytes; None where only a listing would tell.
+    capacity_bytes : int, optional
+        Most bytes of frames; None where there is no bound, or none is known.
+    """
+
+    objects: int | None = None
+    nbytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+class StoreUnavailableError(StoreError):
+    """A store was not asked, because its medium is down: it did not answer before. Nothing was done, in no time.
+
+    The errno is that of the failure which told so.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Since when a store is down, and why.
+
+    Parameters
+    ----------
+    store : str
+        Its name.
+    reason : str
+        What went wrong first.
+    code : int
+        The errno of that.
+    seconds : float
+        How long ago.
+    retry_seconds : float
+        In how many seconds it is asked again, at the earliest.
+    refuses : bool
+        Whether calls are refused. False where the store answers again, and what had failed has yet to succeed.
+    """
+
+    store: str
+    reason: str
+    code: int
+    seconds: float
+    retry_seconds: float = 0.0
+    refuses: bool = True
+
+    def error(self) -> StoreUnavailableError:
+        """Return what calls are refused with."""
+        return StoreUnavailableError(
+            self.code,
+            f"{self.store} is not asked: it is down since {self.seconds:.1f} s ({self.reason}); it is asked again in "
+            f"{self.retry_seconds:.1f} s, and comes back by itself",
+        )
+
+
 class Store(abc.ABC):
     """The contract of stores, and what a third party subclasses. All methods may be called from any thread.
 
     Keys are `StoreKey` or anything with its two digests. A failure of the medium raises `StoreError` (an
-    `OSError`, with its errno) and leaves the store as it was; so does any call after `close`.
+    `OSError`, with its errno) and leaves the store as it was; so does any call after `close` (EBADF). A batch raises
+    neither: it has them as the outcomes of its keys. The errno says whether the medium is there at all:
+    `kvcore.tiers.stores.breaker.is_unavailable`.
 
     What is abstract here suffices. The rest has a plain implementation, which a store replaces where its medium can do
     better: one round trip for a batch, say. `kvcore_conformance.stores` checks all of it.
@@ -192,6 +257,14 @@ class Store(abc.ABC):
     def delete_batch(self, keys: Sequence[Key]) -> Outcomes[bool]:
         """Remove frames; return for each what `delete` does, or its error."""
         return [outcome_of(self.delete, key) for key in keys]
+
+    def usage(self) -> StoreUsage:
+        """Return what the store holds, as far as that is known at once: here nothing is."""
+        return StoreUsage()
+
+    def outage(self) -> Outage | None:
+        """Return why calls are refused at once; None where they are not, as of a store that is no `GuardedStore`."""
+        return None
 
     def __enter__(self: S) -> S:
         return self

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcore.errors import ConfigError, StoreError
-from kvcore.tiers.stores.contract import Buffer, Key, Store, StoreKey, StoreStat, StoreStats, flat_bytes
+from kvcore.tiers.stores.contract import Buffer, Key, Store, StoreKey, StoreStat, StoreStats, StoreUsage, flat_bytes
 from kvcore.tiers.stores.options import read_time
 from kvcore.tiers.stores.registry import open_store
 
@@ -218,6 +218,10 @@ class FaultStore(Store):
     def stats(self) -> StoreStats:
         """Return the counters of the inner store: what it was asked, not what callers were told."""
         return self.inner.stats()
+
+    def usage(self) -> StoreUsage:
+        """Return that of the inner store, in an outage too."""
+        return self.inner.usage()
 
     def close(self) -> None:
         """Close the inner store."""

@@ -17,6 +17,7 @@ from kvcore.tiers.stores.contract import (
     StoreKey,
     StoreStat,
     StoreStats,
+    StoreUsage,
     check_reason,
     flat_bytes,
 )
@@ -114,6 +115,11 @@ class MemoryStore(Store):
     def stats(self) -> StoreStats:
         """See `Store.stats`."""
         return self._ledger.stats()
+
+    def usage(self) -> StoreUsage:
+        """See `Store.usage`."""
+        with self._lock:
+            return StoreUsage(len(self._frames), self._used, self._capacity)
 
     def close(self) -> None:
         """Drop all frames. See `Store.close`."""

@@ -7,11 +7,11 @@ from collections.abc import Collection
 from urllib.parse import parse_qsl
 
 from kvcore.errors import ConfigError
+from kvcore.sizes import parse_size
 
 __all__ = ["read_count", "read_flag", "read_size", "read_time", "split_options"]
 
 _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
-_SIZE = re.compile(_NUMBER + r" ?([KMGT]i?B|B|)")
 _TIME = re.compile(_NUMBER + r" ?(us|ms|s|min|h)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -43,7 +43,8 @@ def split_options(rest: str, known: Collection[str], *, scheme: str) -> tuple[st
         # In the query of a form, which this is not, a plus is a space.
         pairs = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True, strict_parsing=bool(mark and query))
     except ValueError as error:
-        raise ConfigError(f"{scheme}: options are written ?name=value&name=value, got {query!r}") from error
+        got = "what has an @ in it; a ? in a password is written %3F" if "@" in query else repr(query)
+        raise ConfigError(f"{scheme}: options are written ?name=value&name=value, got {got}") from error
     options: dict[str, str] = {}
     for name, value in pairs:
         if name not in known:
@@ -56,13 +57,7 @@ def split_options(rest: str, known: Collection[str], *, scheme: str) -> tuple[st
 
 def read_size(text: str, option: str) -> int:
     """Return the bytes that a text such as ``4GiB``, ``500MB`` or ``4096`` says; `ConfigError` where it is no size."""
-    found = _SIZE.fullmatch(text)
-    if not found:
-        raise ConfigError(f"{option}={text!r} is not a size: write 512MiB, 4GiB or a number of bytes")
-    base = 1024 if "i" in found[2] else 1000
-    power = " KMGT".find(found[2][:1]) if found[2] not in ("", "B") else 0
-    scale: int = base**power
-    return round(float(found[1]) * scale)
+    return parse_size(text, f"{option}=")
 
 
 def read_count(text: str, option: str) -> int:

@@ -96,19 +96,14 @@ class RespClient:
         Returns
         -------
         list
-            For each command its reply, or a `StoreError`. Where the only server is gone, the rest has that error.
+            For each command its reply, or a `StoreError`. Where the only server is gone, the rest has that error; of a
+            store that is closed, all have the one that says so.
         """
-        replies: list[Any] = []
-        patience = _Patience(self._address.timeout)
-        with self._permit():
-            for piece in _pieces(sizes):
-                answers = self._send(doing, commands[piece], patience, again=again)
-                replies += answers
-                if not self._address.cluster and all(_may_be_gone(answer) for answer in answers):
-                    # Each further attempt would be as vain as the last one. Of a cluster another node may do.
-                    replies += [answers[-1]] * (len(commands) - len(replies))
-                    break
-        return replies
+        try:
+            with self._permit():
+                return self._pipeline(doing, commands, sizes, again=again)
+        except StoreError as error:  # closed: what went wrong with commands is in the replies
+            return [drop_traceback(error)] * len(commands)
 
     def keys(self, pattern: str) -> set[bytes]:
         """Return the keys that match a pattern; those that are there all the time are among them."""
@@ -188,6 +183,18 @@ class RespClient:
         patience.renew()
         return reply
 
+    def _pipeline(self, doing: str, commands: Sequence[Command], sizes: Sequence[int], *, again: bool) -> list[Any]:
+        replies: list[Any] = []
+        patience = _Patience(self._address.timeout)
+        for piece in _pieces(sizes):
+            answers = self._send(doing, commands[piece], patience, again=again)
+            replies += answers
+            if not self._address.cluster and all(_may_be_gone(answer) for answer in answers):
+                # Each further attempt would be as vain as the last one. Of a cluster another node may do.
+                replies += [answers[-1]] * (len(commands) - len(replies))
+                break
+        return replies
+
     def _send(self, doing: str, commands: Sequence[Command], patience: _Patience, *, again: bool) -> list[Any]:
         """Send one pipeline; where that is allowed, what failed for a while is sent again."""
         replies: list[Any] = [None] * len(commands)
@@ -198,7 +205,9 @@ class RespClient:
             try:
                 answers = self._answers(client, [commands[at] for at in pending], again=again)
             except FAILURES as error:
-                answers = [error] * len(pending)
+                # At once, not only of what is returned: a later attempt may go well, and this frame and the error would
+                # then hold each other, and the buffers of all callers, until somebody collects garbage.
+                answers = [drop_traceback(error)] * len(pending)
             for at, answer in zip(pending, answers, strict=True):
                 failed = isinstance(answer, BaseException)
                 replies[at] = explain(answer, doing, self._ledger.name) if failed else answer
@@ -263,7 +272,7 @@ def _answers_or_error(call: Callable[..., Any], *args: Any) -> Any:
     try:
         return call(*args)
     except FAILURES as error:
-        return error
+        return drop_traceback(error)
 
 
 def _pipelined(client: Any, commands: Sequence[Command]) -> list[Any]:

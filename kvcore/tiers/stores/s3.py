@@ -230,7 +230,10 @@ class S3Store(Store):
                     yield StoreKey(bytes.fromhex(found[1]), bytes.fromhex(found[3]))
 
     def _each(self, names: Sequence[str], call: Callable[[int], T]) -> Outcomes[T]:
-        """Call with each index, several at a time; those of one name one after the other."""
+        """Call with each index, several at a time; those of one name one after the other.
+
+        Of a store that is closed, each has the error that says so.
+        """
         groups: dict[str, list[int]] = {}
         for index, name in enumerate(names):
             groups.setdefault(name, []).append(index)
@@ -239,18 +242,28 @@ class S3Store(Store):
             return [outcome_of(call, index) for index in group]
 
         outcomes: dict[int, T | StoreError] = {}
-        with self._calls:
+        closed = outcome_of(self._calls.begin)
+        if isinstance(closed, StoreError):
+            return [closed] * len(names)
+        try:
             for group, results in zip(groups.values(), self._all(run, list(groups.values())), strict=True):
                 outcomes.update(zip(group, results, strict=True))
+        finally:
+            self._calls.end()
         return [outcomes[index] for index in range(len(names))]
 
     def _get(self, wanted: Sequence[tuple[str, memoryview | None]]) -> Outcomes[memoryview | None]:
         """Read objects, each into its memory or into new; one that is replaced meanwhile is read again, once."""
-        with self._calls:
+        closed = outcome_of(self._calls.begin)
+        if isinstance(closed, StoreError):
+            return [closed] * len(wanted)
+        try:
             outcomes = self._download(wanted)
             again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, ReplacedError)]
             for index, outcome in zip(again, self._download([wanted[index] for index in again]), strict=True):
                 outcomes[index] = outcome
+        finally:
+            self._calls.end()
         torn = sum(isinstance(outcome, ReplacedError) for outcome in outcomes)
         frames = [None if isinstance(outcome, ReplacedError) else outcome for outcome in outcomes]
         hits = [len(frame) for frame in frames if isinstance(frame, memoryview)]
@@ -326,15 +339,23 @@ class _Calls:
         self._changed = threading.Condition()
         self._under_way = 0
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """Let a call begin; raise `StoreError` once the store is closed."""
         with self._changed:
             self._ledger.require_open()
             self._under_way += 1
 
-    def __exit__(self, *exc: object) -> None:
+    def end(self) -> None:
+        """Note that a call has ended."""
         with self._changed:
             self._under_way -= 1
             self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
 
     def close(self) -> None:
         """Let no more calls begin; return when none is under way."""

@@ -17,14 +17,17 @@ import pytest
 import kvcore
 from kvcore.dtypes import to_dtype
 from kvcore.engine import ChunkKey, Namespace, chunk_keys
-from kvcore.engine.cache import PrefixCache
+from kvcore.engine.engine import CacheEngine
+from kvcore.engine.kv import DenseKV
+from kvcore.engine.plain import plain_engine
+from kvcore.engine.transfer import StoreReport
 from kvcore.errors import StoreError
 from kvcore.tiers.stores import FsStore, StoreKey
 from kvcore.tiers.stores.capped import CappedStore
 
 CHUNK, LAYERS, HEADS, WIDTH = 8, 2, 3, 16
 TOKENS = list(range(100, 100 + 3 * CHUNK + 1))
-Opener = Callable[..., PrefixCache]
+Opener = Callable[..., CacheEngine]
 
 
 def namespace(**changes: Any) -> Namespace:
@@ -33,13 +36,13 @@ def namespace(**changes: Any) -> Namespace:
 
 @pytest.fixture
 def opened() -> Iterator[Opener]:
-    """Opens caches over a store, and closes them."""
+    """Opens engines over a store, and closes them."""
     backend, caches = kvcore.open_backend("cpu_ref", fallback="error"), []
 
-    def open_cache(store: Any, *, layers: int = LAYERS, heads: int = HEADS, **changes: Any) -> PrefixCache:
+    def open_cache(store: Any, *, layers: int = LAYERS, heads: int = HEADS, **changes: Any) -> CacheEngine:
         codec = {name: changes.pop(name) for name in ("codec", "codecs") if name in changes}
         extents = {"layers": layers, "heads": heads, "width": WIDTH}
-        caches.append(PrefixCache(store, namespace(**changes), **extents, backend=backend, **codec))
+        caches.append(plain_engine(store, namespace(**changes), **extents, backend=backend, **codec))
         return caches[-1]
 
     yield open_cache
@@ -54,18 +57,21 @@ def kv(dtype: str = "bfloat16", layers: int = LAYERS, heads: int = HEADS, seed: 
     return [[rng.standard_normal(shape).astype(to_dtype(dtype)) for _ in "KV"] for _ in range(layers)]
 
 
-def source(arrays: list[list[np.ndarray]]) -> Callable[[int, int], kvcore.RowLayout]:
-    rows = kvcore.Layout("LK|1HTD").bind(arrays)
-    return lambda start, stop: rows.select(tokens=(start, stop))
+def rows_of(arrays: list[list[np.ndarray]]) -> kvcore.RowLayout:
+    return kvcore.Layout("LK|1HTD").bind(arrays)
 
 
-def loaded(cache: PrefixCache) -> list[bytes]:
+def save(engine: CacheEngine, arrays: list[list[np.ndarray]]) -> StoreReport:
+    return engine.store(TOKENS, rows_of(arrays), wait=True)
+
+
+def loaded(engine: CacheEngine, memory: Callable[..., DenseKV] = DenseKV) -> list[bytes]:
     """The bytes of each chunk that is served."""
-    return [content(chunk.rows) for chunk in cache.load(TOKENS)]
-
-
-def content(rows: kvcore.RowLayout) -> bytes:
-    return b"".join(rows.bytes_view(part, layer)[0].tobytes() for part, layer in rows.planes())
+    extents, dtypes = engine.parts[0].desc.layout.extents, engine.parts[0].desc.dtypes
+    shape = 1, extents["H"], len(TOKENS), extents["D"]
+    room = [[np.zeros(shape, dtypes[part]) for part in "KV"] for _ in range(extents["L"])]
+    served = engine.retrieve(TOKENS, memory(engine.backend, rows_of(room)))
+    return expected(room, int(served.sum()) // CHUNK)
 
 
 def expected(arrays: list[list[np.ndarray]], chunks: int = 3) -> list[bytes]:
@@ -87,7 +93,7 @@ def path_of(root: Path, key: ChunkKey | StoreKey) -> Path:
 @pytest.mark.parametrize("new", ["balanced", "fp8", "int8", "cachegen"])
 def test_codec_changed_over_an_old_directory(tmp_path: Path, opened: Opener, new: str) -> None:
     arrays = kv()
-    opened(FsStore(tmp_path), codec="int4").save(TOKENS, source(arrays))
+    save(opened(FsStore(tmp_path), codec="int4"), arrays)
     cache = opened(FsStore(tmp_path), codec=new)
     assert loaded(cache) == []
     assert cache.misses == {"codec": 1}
@@ -96,12 +102,12 @@ def test_codec_changed_over_an_old_directory(tmp_path: Path, opened: Opener, new
 
 
 def test_element_type_changed_over_an_old_directory(tmp_path: Path, opened: Opener) -> None:
-    opened(FsStore(tmp_path)).save(TOKENS, source(kv()))
+    save(opened(FsStore(tmp_path)), kv())
     for dtype in ("float8_e4m3fn", "float16"):
         cache, arrays = opened(FsStore(tmp_path), kv_dtype=dtype), kv(dtype)
         assert cache.lookup(TOKENS) == 0, "another element type is another namespace"
         assert loaded(cache) == []
-        cache.save(TOKENS, source(arrays))
+        save(cache, arrays)
         assert loaded(cache) == expected(arrays)
     assert loaded(opened(FsStore(tmp_path))) == expected(kv())
 
@@ -109,7 +115,7 @@ def test_element_type_changed_over_an_old_directory(tmp_path: Path, opened: Open
 def test_element_type_changed_under_the_same_key(tmp_path: Path, opened: Opener) -> None:
     """As from a writer that has no element type in its namespace."""
     store = FsStore(tmp_path)
-    opened(store, kv_dtype="float16").save(TOKENS, source(kv("float16")))
+    save(opened(store, kv_dtype="float16"), kv("float16"))
     for ours, theirs in zip(keys(), chunk_keys(namespace(kv_dtype="float16"), TOKENS), strict=True):
         path_of(tmp_path, ours).parent.mkdir(parents=True, exist_ok=True)
         path_of(tmp_path, theirs).rename(path_of(tmp_path, ours))
@@ -120,11 +126,11 @@ def test_element_type_changed_under_the_same_key(tmp_path: Path, opened: Opener)
 
 @pytest.mark.parametrize("change", [{"heads": HEADS - 1}, {"layers": LAYERS + 1}], ids=["heads", "layers"])
 def test_layout_changed_over_an_old_directory(tmp_path: Path, opened: Opener, change: dict[str, int]) -> None:
-    opened(FsStore(tmp_path)).save(TOKENS, source(kv()))
+    save(opened(FsStore(tmp_path)), kv())
     cache, arrays = opened(FsStore(tmp_path), **change), kv(**change)
     assert loaded(cache) == []
     assert cache.misses == {"layout": 1}
-    assert cache.save(TOKENS, source(arrays)).chunks_written > 0, "what was read is aside, and can be stored again"
+    assert save(cache, arrays).chunks_written > 0, "what was read is aside, and can be stored again"
     assert loaded(cache)[0] == expected(arrays, 1)[0]
 
 
@@ -132,7 +138,7 @@ def test_layout_changed_over_an_old_directory(tmp_path: Path, opened: Opener, ch
 def test_frames_of_variable_length_are_read_again_after_a_restart(tmp_path: Path, opened: Opener, codec: str) -> None:
     """Their sizes come from the store, not from the shape, nor from what an earlier process remembered."""
     first = opened(FsStore(tmp_path), codec=codec)
-    first.save(TOKENS, source(kv()))
+    save(first, kv())
     before = loaded(first)
     assert len(before) == 3
     store = CappedStore(FsStore(tmp_path), 1 << 20)
@@ -153,7 +159,7 @@ def test_two_writers_of_one_key(tmp_path: Path, opened: Opener) -> None:
     for codec in coded:
         with FsStore(tmp_path / codec) as alone:
             cache = opened(alone, codec=codec)
-            cache.save(TOKENS, source(arrays))
+            save(cache, arrays)
             frames.append([bytes(alone.get(key)) for key in keys()])
             served.append(loaded(cache))
     assert served[0] != served[1]
@@ -186,13 +192,13 @@ def test_two_writers_of_one_key(tmp_path: Path, opened: Opener) -> None:
 def test_a_short_write_that_was_published(tmp_path: Path, opened: Opener, left: int) -> None:
     """By a writer that does not check what `write` returned: a frame's name over a part of a frame."""
     arrays = kv()
-    opened(FsStore(tmp_path)).save(TOKENS, source(arrays))
+    save(opened(FsStore(tmp_path)), arrays)
     path = path_of(tmp_path, keys()[1])
     os.truncate(path, left if left >= 0 else path.stat().st_size - 1)
     cache = opened(FsStore(tmp_path))
     assert loaded(cache) == expected(arrays, 1)
     assert cache.misses == {"truncated": 1}
-    assert cache.save(TOKENS, source(arrays)).chunks_written == 1
+    assert save(cache, arrays).chunks_written == 1
     assert loaded(cache) == expected(arrays)
     os.truncate(path, left if left >= 0 else path.stat().st_size - 1)
     assert opened(CappedStore(FsStore(tmp_path), 1 << 20)).lookup(TOKENS) == CHUNK, "a scan does not even offer it"
@@ -205,7 +211,7 @@ def test_a_short_write_that_was_published(tmp_path: Path, opened: Opener, left: 
 def test_a_model_name_of_more_than_255_bytes(tmp_path: Path, opened: Opener, text: str) -> None:
     arrays, store = kv(), FsStore(tmp_path)
     cache = opened(store, model=text, adapter=text, salt=text)
-    cache.save(TOKENS, source(arrays))
+    save(cache, arrays)
     assert loaded(cache) == expected(arrays)
     for key in list(store.list()):
         assert store.quarantine(key, "a" * 32)
@@ -235,7 +241,7 @@ def test_model_names_with_slashes(tmp_path: Path, opened: Opener) -> None:
     for seed, name in enumerate(names):
         cache, arrays = opened(FsStore(root), model=name), kv(seed=seed)
         assert cache.lookup(TOKENS) == 0, "no other model's"
-        cache.save(TOKENS, source(arrays))
+        save(cache, arrays)
     for seed, name in enumerate(names):
         assert loaded(opened(FsStore(root), model=name)) == expected(kv(seed=seed))
     outside = [path for path in tmp_path.rglob("*") if path.is_file() and root not in path.parents]
@@ -277,32 +283,36 @@ def test_one_bad_object_in_a_batch(tmp_path: Path, opened: Opener, monkeypatch: 
 
 def test_one_bad_chunk_costs_itself_and_what_follows(tmp_path: Path, opened: Opener) -> None:
     arrays, store = kv(), FsStore(tmp_path)
-    opened(store).save(TOKENS, source(arrays))
+    save(opened(store), arrays)
     frame = bytearray(store.get(keys()[1]))
     frame[-1] ^= 1
     store.put(keys()[1], frame)
     cache = opened(store)
     assert loaded(cache) == expected(arrays, 1)
     assert cache.misses == {"digest": 1}
-    assert cache.save(TOKENS, source(arrays)).chunks_written == 1
+    assert save(cache, arrays).chunks_written == 1
     assert loaded(cache) == expected(arrays)
 
 
 def test_eviction_while_reading(tmp_path: Path, opened: Opener) -> None:
-    arrays = kv()
-    inner = FsStore(tmp_path)
-    opened(inner).save(TOKENS, source(arrays))
+    """Of the store's frames, when the first chunk is being copied: what is on its way is whole, or a miss."""
+    arrays, inner = kv(), FsStore(tmp_path)
+    save(opened(inner), arrays)
     store = CappedStore(inner, 3 * inner.stat(keys()[0]).nbytes)
     cache, other = opened(store), StoreKey(b"o" * 32, b"o" * 32)
-    chunks = cache.load(TOKENS)
-    first = next(chunks)
     view = store.get(keys()[0])
     frame = bytes(view)
-    store.put(other, bytes(store.capacity_bytes))
+
+    class Evicting(DenseKV):
+        def write(self, *given: Any, **named: Any) -> None:
+            store.put(other, bytes(store.capacity_bytes))
+            super().write(*given, **named)
+
+    served = loaded(cache, Evicting)
+    assert len(served) >= 1
+    assert served == expected(arrays, len(served))
     assert list(store.list()) == [other]
-    assert content(first.rows) == expected(arrays, 1)[0]
     assert view == frame
-    chunks.close()
     assert loaded(cache) == []
     assert cache.lookup(TOKENS) == 0
 

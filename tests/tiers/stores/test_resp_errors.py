@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -471,11 +474,17 @@ def test_after_closing_all_calls_fail(redis_uri: str) -> None:
         lambda: store.delete(key(1)),
         lambda: store.list(),
         lambda: store.quarantine(key(1), "crc"),
-        lambda: store.put_batch([]),
     ]
     for call in calls:
         with pytest.raises(StoreError, match="is closed"):
             call()
+    for outcomes in (
+        store.put_batch([(key(1), b"x")] * 2),
+        store.get_batch([key(1)] * 2),
+        store.stat_batch([key(1)] * 2),
+    ):
+        assert len(outcomes) == 2
+        assert all("is closed" in str(outcome) for outcome in outcomes)
     assert store.stats() == StoreStats(puts=1, put_bytes=5)
 
 
@@ -541,3 +550,33 @@ def test_a_store_that_is_refused_leaves_no_connection(redis_server: Any, redis_u
     with pytest.raises(StoreError):
         RespStore(client_module.RespAddress(host="127.0.0.1", port=redis_server.port))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_attempt_that_failed_before_another_one_went_well_keeps_no_buffers(
+    redis_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_resp(redis_uri)
+    store.put(key(1), b"frame")
+    failures = [redis.ConnectionError("gone for a moment"), redis.ConnectionError("and again")]
+    pipelined = client_module._pipelined
+
+    def flaky(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return pipelined(*args)
+
+    monkeypatch.setattr(client_module, "_pipelined", flaky)
+
+    def read() -> weakref.ref[Any]:
+        room = np.zeros(8, np.uint8)
+        assert store.get_batch_into([(key(1), room.data)]) == [5]
+        return weakref.ref(room)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert read()() is None
+    finally:
+        gc.enable()
+    assert failures == []
+    store.close()

@@ -330,9 +330,11 @@ def test_closing_waits_and_ends_its_threads(uri):
         assert threads_of_the_store() - threads
     assert threads_of_the_store() == threads
     store.close()
-    for call in (lambda: store.get(key()), lambda: store.put_batch([(key(), b"")]), store.list):
+    for call in (lambda: store.get(key()), store.list):
         with pytest.raises(StoreError, match="closed"):
             call()
+    for outcomes in (store.put_batch([(key(), b"")] * 2), store.get_batch([key()] * 2)):
+        assert ["closed" in str(outcome) for outcome in outcomes] == [True] * 2
 
 
 def threads_of_the_store() -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, StoreError
 from kvcore.tiers.stores import Store, StoreStat, StoreStats
 from kvcore_conformance.stores.space import Space, content
 
@@ -83,3 +83,17 @@ def test_what_is_no_frame_is_refused(space: Space, store: Store) -> None:
     with pytest.raises(ConfigError):
         store.put_batch([(keys[0], b"frame"), (keys[1], bad), (keys[2], b"frame")])
     assert store.stat_batch(keys) == [None] * 3  # refused before anything was stored
+
+
+def test_a_batch_of_a_closed_store_has_the_error_for_each_key(space: Space, store: Store) -> None:
+    keys = space.keys(3)
+    store.close()
+    for outcomes in (
+        store.put_batch([(key, b"frame") for key in keys]),
+        store.get_batch(keys),
+        store.get_batch_into([(key, memoryview(bytearray(8))) for key in keys]),
+        store.stat_batch(keys),
+        store.delete_batch(keys),
+    ):
+        assert len(outcomes) == len(keys)
+        assert all(isinstance(outcome, StoreError) for outcome in outcomes)
