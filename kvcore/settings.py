@@ -1,7 +1,8 @@
 """All `KVCORE_*` environment variables: their names, meaning, defaults and parsers.
 
 Nothing else in kvcore reads the environment. The documentation page and the header of the conformance suite are made
-from `VARIABLES`, so a variable that is not here does not exist.
+from `VARIABLES`. Beside these there is a variable for each setting of the engine, ``KVCORE_`` and its name in capitals:
+`kvcore.engine.config` reads them from what `engine_variables` gives.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from kvcore.errors import ConfigError
 
-__all__ = ["VARIABLES", "Settings", "Variable", "current"]
+__all__ = ["VARIABLES", "Settings", "Variable", "current", "engine_variables"]
 
 _MOST_THREADS = 1024
 
@@ -186,6 +187,14 @@ VARIABLES: tuple[Variable, ...] = (
         "16",
     ),
     Variable(
+        "KVCORE_CONFIG_FILE",
+        "YAML file with the settings of the engine, where none is given as an argument. The variables of single "
+        "settings go before it: see docs/configuration.md.",
+        "",
+        _text,
+        "/etc/kvcore.yaml",
+    ),
+    Variable(
         "KVCORE_RESP_PASSWORD",
         "Password for the Redis or Valkey server of a store `resp:` whose URI has none, so that it need not be in a "
         "configuration file. It is never shown.",
@@ -246,6 +255,7 @@ class Settings:
     cuda_driver: str = ""
     rocm_driver: str = ""
     xpu_sub_group: int = 32
+    config_file: str = ""
     resp_password: str = field(default="", repr=False)
     require_servers: bool = False
     emu: Mapping[str, str] = field(default_factory=dict)
@@ -282,3 +292,9 @@ def current(environ: Mapping[str, str] | None = None) -> Settings:
     env = os.environ if environ is None else environ
     values = {n.removeprefix("KVCORE_").lower(): v.read(env) for n, v in _BY_NAME.items() if not n.startswith(_EMU)}
     return Settings(**values, emu={name: env[name] for name in _BY_NAME if name.startswith(_EMU) and name in env})
+
+
+def engine_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables from which settings of the engine are read: ``KVCORE_*`` and ``LMCACHE_*``, as they are."""
+    env = os.environ if environ is None else environ
+    return {name: value for name, value in env.items() if name.startswith(("KVCORE_", "LMCACHE_"))}

@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import inspect
-import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvcore.codecs.contract import Codec
-from kvcore.completion import drop_traceback
+from kvcore.connectors.transformers_memory import TensorKV, allocate
 from kvcore.connectors.transformers_model import (
     cache_shape,
     check_cacheable,
@@ -26,13 +26,13 @@ from kvcore.connectors.transformers_model import (
     weights_revision,
 )
 from kvcore.dtypes import dtype_name, to_dtype
-from kvcore.engine.cache import PrefixCache, SaveReport
+from kvcore.engine.engine import CacheEngine
 from kvcore.engine.keys import ExtraKey, Namespace
-from kvcore.errors import ConfigError, LayoutError, LeaseError, QuantizationError, UnsupportedOpError
-from kvcore.layout import Layout
+from kvcore.engine.plain import plain_engine
+from kvcore.engine.transfer import StoreReport
+from kvcore.errors import ConfigError, LayoutError, UnsupportedOpError
 from kvcore.ops import Backend, open_backend
 from kvcore.rope import RopeParams
-from kvcore.rows import RowLayout
 from kvcore.tiers.stores import Store, open_store
 from kvcore.tiers.tiered import TieredCache
 
@@ -41,9 +41,8 @@ __all__ = ["KV_DTYPES", "PrefixKVCache", "SaveReport", "cache_argument"]
 KV_DTYPES = ("bfloat16", "float16", "float32")
 """Element types that K and V may be stored in."""
 
-logger = logging.getLogger("kvcore")
-
-_DYNAMIC_CACHE = Layout("LK|1HTD")
+SaveReport: TypeAlias = StoreReport
+"""What `PrefixKVCache.save` did."""
 
 
 def cache_argument(model: Any) -> str:
@@ -70,18 +69,26 @@ class PrefixKVCache:
     Parameters
     ----------
     model : PreTrainedModel
-    prefix : PrefixCache
-        Of the model's namespace and shape.
+    engine : CacheEngine
+        Of the model's namespace, with a `kvcore.engine.plain.plain_part` of its shape.
+
+    Attributes
+    ----------
+    engine : CacheEngine
+    refused : int
+        Chunks that `save` left out, because the codec does not take a value of theirs (a NaN or infinity in a lossy
+        one, under policy ``"error"``), or of one before them.
     """
 
-    def __init__(self, model: Any, prefix: PrefixCache) -> None:
+    def __init__(self, model: Any, engine: CacheEngine) -> None:
         import torch
 
-        self.prefix = prefix
+        self.engine = engine
+        self.refused = 0
         self._config = model.config
         self._dtype, self._device = model.dtype, model.device
         self._shape = cache_shape(model)
-        self._kv_dtype = getattr(torch, str(prefix.namespace.kv_dtype))
+        self._kv_dtype = getattr(torch, str(engine.namespace.kv_dtype))
 
     @classmethod
     def for_model(
@@ -160,7 +167,7 @@ class PrefixKVCache:
         backend = backend if isinstance(backend, Backend) else open_backend(backend, fallback="error")
         opened = open_store(store) if isinstance(store, str) else store
         try:
-            prefix = PrefixCache(
+            engine = plain_engine(
                 opened,
                 namespace,
                 layers=shape.layers,
@@ -175,12 +182,22 @@ class PrefixKVCache:
                 opened.close()
             raise
         if isinstance(store, str):
-            prefix.on_close(opened.close)
-        return cls(model, prefix)
+            engine.on_close(opened.close)
+        return cls(model, engine)
+
+    @property
+    def misses(self) -> Counter[str]:
+        """Chunks that could not be used though they were looked for, by reason.
+
+        Those of `CorruptFrameError`; ``"codec"`` where a frame's codec is not accepted or the backend lacks its ops,
+        ``"store"`` where the medium failed, ``"memory"`` where there was no room for it, ``"absent"`` where a chunk
+        vanished after it was looked up, ``"lease"`` where its memory was held for too long.
+        """
+        return self.engine.misses
 
     def close(self) -> None:
         """Free threads and buffers, and close the store if it was given by its URI."""
-        self.prefix.close()
+        self.engine.close()
 
     def __enter__(self) -> PrefixKVCache:
         return self
@@ -192,7 +209,7 @@ class PrefixKVCache:
 
     def lookup(self, tokens: Any, *, extra_keys: Sequence[ExtraKey] = ()) -> int:
         """Return how many leading tokens `restore` would find; at least one token is left to compute."""
-        return self.prefix.lookup(_token_ids(tokens), extra_keys=extra_keys)
+        return self.engine.lookup(_token_ids(tokens), extra_keys=extra_keys)
 
     def save(
         self,
@@ -230,8 +247,10 @@ class PrefixKVCache:
             The store failed; what it holds is of use.
         """
         ids = _token_ids(tokens)
-        tensors = self._tensors(cache, len(ids))
-        return self.prefix.save(ids, self._source(tensors), extra_keys=extra_keys, progress=progress)
+        memory = TensorKV(self.engine.backend, self._tensors(cache, len(ids)), self._kv_dtype)
+        report = self.engine.store(ids, memory, extra_keys=extra_keys, wait=True, progress=progress)
+        self.refused += report.chunks_refused
+        return report
 
     def restore(self, tokens: Any, *, extra_keys: Sequence[ExtraKey] = ()) -> tuple[Any, int]:
         """Return a new `DynamicCache` with the longest stored prefix, and its number of tokens.
@@ -254,37 +273,20 @@ class PrefixKVCache:
         from transformers import DynamicCache
 
         ids = _token_ids(tokens)
-        found = self.prefix.lookup(ids, extra_keys=extra_keys)
+        keys = self.engine.keys(ids, extra_keys=extra_keys)
+        found = self.engine.lookup_keys(keys, len(ids))
         cache = DynamicCache(config=self._config)
         if not found:
             return cache, 0
-        planes = self._allocate(found, self._dtype, self._device)
-        if self._direct(planes):
-            whole = _DYNAMIC_CACHE.bind(planes)
-            staged = None
-        else:
-            staged = self._allocate(self.prefix.namespace.chunk_tokens, self._kv_dtype, "cpu")
-            whole = _DYNAMIC_CACHE.bind(staged)
-        hit = sure = 0
-        try:
-            for chunk in self.prefix.load(ids, extra_keys=extra_keys):
-                if chunk.stop > found:  # stored by somebody else since the lookup
-                    break
-                if staged is None:
-                    self.prefix.backend.convert_layout(chunk.rows, out=whole.select(tokens=(chunk.start, chunk.stop)))
-                else:
-                    self.prefix.backend.convert_layout(chunk.rows, out=whole)
-                    for plane, part in zip(_flat(planes), _flat(staged), strict=True):
-                        plane[:, :, chunk.start : chunk.stop].copy_(part)
-                sure, hit = hit, chunk.stop
-        except LeaseError as error:  # the machine stood still for minutes: the last chunk may hold somebody else's KV
-            logger.warning("restored without the last chunk: %s", drop_traceback(error))  # a record may be kept
-            hit = sure
+        shape = (1, self._shape.heads, found, self._shape.width)
+        planes = allocate(self._shape.layers, shape, self._dtype, self._device)
+        memory = TensorKV(self.engine.backend, planes, self._kv_dtype)
+        hit = self.engine.retrieve_keys(keys, memory, start=0, stop=found)
         with torch.no_grad():
-            for index, (keys, values) in enumerate(planes if hit else ()):
+            for index, (k, v) in enumerate(planes if hit else ()):
                 # An empty update sets the layer up. The tensors are then put in its place: update would copy them.
-                cache.update(keys[:, :, :0], values[:, :, :0], index)
-                cache.layers[index].keys, cache.layers[index].values = keys[:, :, :hit], values[:, :, :hit]
+                cache.update(k[:, :, :0], v[:, :, :0], index)
+                cache.layers[index].keys, cache.layers[index].values = k[:, :, :hit], v[:, :, :hit]
         return cache, hit
 
     def _tensors(self, cache: Any, tokens: int) -> list[tuple[Any, Any]]:
@@ -320,42 +322,6 @@ class PrefixKVCache:
                 f"{what} hold {length} tokens, {tokens} were given; pass the tokens it begins with (the one "
                 "generated last is not in it yet)"
             )
-
-    def _source(self, tensors: list[tuple[Any, Any]]) -> Callable[[int, int], RowLayout]:
-        if self._direct(tensors):
-            rows = _DYNAMIC_CACHE.bind(tensors)
-            return lambda start, stop: rows.select(tokens=(start, stop))
-        return lambda start, stop: _DYNAMIC_CACHE.bind(
-            [[self._cast(tensor[:, :, start:stop], i) for tensor in pair] for i, pair in enumerate(tensors)]
-        )
-
-    def _cast(self, piece: Any, layer: int) -> Any:
-        """One chunk of a plane in the stored type, on the host."""
-        host = piece.detach().to("cpu")
-        cast = host.to(self._kv_dtype).contiguous()
-        if not bool((cast.isfinite() | ~host.isfinite()).all()):
-            raise QuantizationError(
-                f"layer {layer} has values that {self._kv_dtype} cannot hold (up to {float(host.abs().max())}); "
-                "store a wider kv_dtype"
-            )
-        return cast
-
-    def _direct(self, tensors: list[tuple[Any, Any]]) -> bool:
-        """Whether frames and tensors hold the same elements, both in host memory: then bytes just move."""
-        return all(t.dtype == self._kv_dtype and t.device.type == "cpu" for t in _flat(tensors))
-
-    def _allocate(self, tokens: int, dtype: Any, device: Any) -> list[tuple[Any, Any]]:
-        import torch
-
-        shape = (1, self._shape.heads, tokens, self._shape.width)
-        return [
-            (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-            for _ in range(self._shape.layers)
-        ]
-
-
-def _flat(pairs: list[tuple[Any, Any]]) -> list[Any]:
-    return [tensor for pair in pairs for tensor in pair]
 
 
 def _token_ids(tokens: Any) -> np.ndarray[Any, Any]:

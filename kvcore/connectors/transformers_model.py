@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.connectors.rope_config import closed_form
 from kvcore.errors import ConfigError, UnsupportedOpError
-from kvcore.rope import SCALING_PARAMETERS, RopeParams
+from kvcore.rope import RopeParams
 
 __all__ = ["CacheShape", "cache_shape", "check_cacheable", "model_rope", "weights_revision"]
 
@@ -157,38 +158,14 @@ def _rotary_modules(model: Any) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")]
 
 
-# What kvcore calls the parameters of a scaling, by what configurations call them; None stands for the default there.
-_SCALING_KEYS = {
-    "original_max_position_embeddings": "original_tokens",
-    **{key: key for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")},
-}
-
-
 def _params(parameters: dict[str, Any], kind: str, table: np.ndarray[Any, Any], interleaved: bool) -> RopeParams:
     """The closed form where it gives the model's own table, else the table."""
     dims = 2 * len(table)
-    closed = _closed_form(parameters, kind, dims, interleaved)
+    closed = closed_form(parameters, kind, dims, interleaved)
     # The module computes in float32: a few of its roundings are allowed for, another formula is not.
     if closed is not None and np.allclose(closed.frequencies(), table, rtol=1e-5, atol=0.0):
         return closed
     return RopeParams(dims, interleaved=interleaved, inv_freq=tuple(map(float, table)))
-
-
-def _closed_form(parameters: dict[str, Any], kind: str, dims: int, interleaved: bool) -> RopeParams | None:
-    """What the configuration says; None where it does not say enough, or says what is computed nowhere here."""
-    scaling = {"default": "none"}.get(kind, kind)
-    if scaling not in SCALING_PARAMETERS:
-        return None
-    theta, factor = parameters.get("rope_theta"), 1.0 if scaling == "none" else parameters.get("factor")
-    if theta is None or factor is None:
-        return None
-    taken = {ours: parameters.get(key) for key, ours in _SCALING_KEYS.items() if ours in SCALING_PARAMETERS[scaling]}
-    try:
-        closed = RopeParams(dims, float(theta), interleaved, scaling, float(factor), **taken)
-        closed.frequencies()
-    except (ConfigError, UnsupportedOpError):
-        return None
-    return closed
 
 
 def _interleaved(rotary: Any) -> bool:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvcore.engine.keys import ChunkKey, ExtraKey, Namespace, chunk_keys
+from kvcore.engine.keys import ChunkKey, ExtraKey, KeyChain, Namespace, chunk_keys
 
-__all__ = ["ChunkKey", "ExtraKey", "Namespace", "chunk_keys"]
+__all__ = ["ChunkKey", "ExtraKey", "KeyChain", "Namespace", "chunk_keys"]

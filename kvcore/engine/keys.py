@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvcore.dtypes import dtype_name, to_dtype
 from kvcore.errors import ConfigError
 from kvcore.rope import RopeParams
 
-__all__ = ["HASHES", "ChunkKey", "ExtraKey", "Namespace", "Tokens", "chunk_keys"]
+__all__ = ["HASHES", "ChunkKey", "ExtraKey", "KeyChain", "Namespace", "Tokens", "chunk_keys"]
 
 Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]]"
 
@@ -122,6 +122,17 @@ class Namespace:
         )
         return HASHES[self.hash](_NAMESPACE_TAG + b"".join(_U32.pack(len(field)) + field for field in fields))
 
+    def for_request(self, *, adapter: str = "", salt: str = "") -> Namespace:
+        """Return the namespace of a request that brings an adapter or a salt of its own.
+
+        A salt of the request is joined with the one that there is already, whose length stands before it: tenants of
+        one server stay apart, so do the servers of two owners, and no tenant can name a salt that makes it another's.
+        """
+        if not adapter and not salt:
+            return self
+        joined = f"{len(self.salt)}:{self.salt}{salt}" if salt else self.salt
+        return replace(self, adapter=adapter or self.adapter, salt=joined)
+
 
 @dataclass(frozen=True, slots=True)
 class ExtraKey:
@@ -178,6 +189,62 @@ class ChunkKey:
     tenant: str = field(default="", compare=False)
 
 
+class KeyChain:
+    """The keys of a sequence that grows: nothing is digested twice.
+
+    Parameters
+    ----------
+    namespace : Namespace
+    extra_keys : sequence of ExtraKey, optional
+        In any order. Each enters the key of every chunk that its span touches; what lies past the last token
+        is left for later chunks.
+
+    Attributes
+    ----------
+    namespace : Namespace
+    keys : list of ChunkKey
+        Of the full chunks, first to last.
+    num_tokens : int
+        Tokens so far, those of a chunk that is not full yet among them.
+    """
+
+    def __init__(self, namespace: Namespace, *, extra_keys: Sequence[ExtraKey] | None = None) -> None:
+        self.namespace = namespace
+        self.keys: list[ChunkKey] = []
+        self.num_tokens = 0
+        self._extras = sorted(extra_keys or (), key=lambda e: (e.start, e.stop, e.content))
+        self._origin = namespace.digest
+        self._rest = b""
+
+    def extend(self, tokens: Tokens) -> list[ChunkKey]:
+        """Append tokens; return `keys`.
+
+        Raises
+        ------
+        ConfigError
+            The tokens are not a flat sequence of integers in range; nothing was appended.
+        """
+        ids = self._rest + _token_bytes(tokens)
+        whole = len(ids) // (4 * self.namespace.chunk_tokens)
+        for number in range(whole):
+            self.keys.append(self._key(ids, number * self.namespace.chunk_tokens, self.namespace.chunk_tokens))
+        self._rest = ids[4 * whole * self.namespace.chunk_tokens :]
+        self.num_tokens = len(self.keys) * self.namespace.chunk_tokens + len(self._rest) // 4
+        return self.keys
+
+    def tail(self) -> ChunkKey | None:
+        """Return the key of the last chunk where it is not full; it changes with every token."""
+        return self._key(self._rest, 0, len(self._rest) // 4) if self._rest else None
+
+    def _key(self, ids: bytes, at: int, count: int) -> ChunkKey:
+        """The key of the chunk that comes after `keys`, whose token ids begin at token `at` of some."""
+        parent = self.keys[-1].digest if self.keys else None
+        start = len(self.keys) * self.namespace.chunk_tokens
+        body = _U32.pack(count) + ids[4 * at : 4 * (at + count)] + _extras(self._extras, start, start + count)
+        link = HASHES[self.namespace.hash](_CHUNK_TAG + (self._origin if parent is None else parent) + body)
+        return ChunkKey(self._origin, link, start, start + count, parent, self.namespace.salt)
+
+
 def chunk_keys(
     namespace: Namespace,
     tokens: Tokens,
@@ -193,8 +260,7 @@ def chunk_keys(
     tokens : sequence of int, or integer array ``[num_tokens]``
         Token ids, 0 to 2**32 - 1.
     extra_keys : sequence of ExtraKey, optional
-        In any order. Each enters the key of every chunk that its span touches; what lies past the last token
-        is left for later chunks.
+        See `KeyChain`.
     partial : bool
         Also give a key to the last chunk where it is not full.
 
@@ -203,20 +269,10 @@ def chunk_keys(
     ConfigError
         The tokens are not a flat sequence of integers in range.
     """
-    ids = _token_bytes(tokens)
-    size, hash_bytes = namespace.chunk_tokens, HASHES[namespace.hash]
-    count = len(ids) // 4
-    extras = sorted(extra_keys or (), key=lambda e: (e.start, e.stop, e.content))
-    origin = link = namespace.digest
-    parent: bytes | None = None
-    keys = []
-    for start in range(0, count if partial else count - size + 1, size):
-        stop = min(start + size, count)
-        body = _U32.pack(stop - start) + ids[4 * start : 4 * stop] + _extras(extras, start, stop)
-        link = hash_bytes(_CHUNK_TAG + link + body)
-        keys.append(ChunkKey(origin, link, start, stop, parent, namespace.salt))
-        parent = link
-    return keys
+    chain = KeyChain(namespace, extra_keys=extra_keys)
+    keys = list(chain.extend(tokens))
+    tail = chain.tail() if partial else None
+    return keys if tail is None else [*keys, tail]
 
 
 def _extras(extras: Sequence[ExtraKey], start: int, stop: int) -> bytes:

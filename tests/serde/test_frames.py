@@ -8,7 +8,7 @@ import pytest
 from kvcore import BufferPool, KVMeta, Layout, LayoutDesc, RopeParams, open_backend
 from kvcore.codecs import FrameReader, get_codec
 from kvcore.engine import Namespace, chunk_keys
-from kvcore.engine.cache import PrefixCache
+from kvcore.engine.plain import plain_engine
 from kvcore.errors import ConfigError, CorruptFrameError, LayoutError, QuantizationError, UnsupportedOpError
 from kvcore.memory import MemoryPlan
 from kvcore.serde import FrameDeserializer, FrameSerializer
@@ -68,16 +68,16 @@ def test_every_codec_goes_through(make, backend, codec, layout):
     assert dst.used_size <= dst.nbytes
 
 
-def test_the_frame_is_the_one_that_a_prefix_cache_writes(make, backend):
+def test_the_frame_is_the_one_that_an_engine_writes(make, backend):
     """The same KV gives the same bytes, so that stores written before can be read by serdes, and the other way."""
     rope = RopeParams(8, theta=5e4)
     for codec in ("raw", "balanced", "fp8"):
         space = Namespace(model="m", revision="1", chunk_tokens=16, kv_dtype="bfloat16", rope=rope)
         store = MemoryStore()
-        cache = PrefixCache(store, space, layers=2, heads=2, width=8, backend=backend, codec=codec)
+        cache = plain_engine(store, space, layers=2, heads=2, width=8, backend=backend, codec=codec)
         tokens = list(range(40))
         src = make(kv_desc(tokens=32), seed=3)
-        cache.save(tokens, lambda start, stop, src=src: src.rows().select(tokens=(start, stop)))
+        cache.store(tokens[:32], src.rows(), wait=True)
         for chunk in chunk_keys(space, tokens):
             obj = make(kv_desc(tokens=16), base_position=chunk.start, rope=rope, namespace=space.digest)
             backend.convert_layout(src.rows().select(tokens=(chunk.start, chunk.stop)), out=obj.rows())

@@ -277,7 +277,7 @@ def test_frames_of_codecs_that_are_not_accepted_are_computed_again(model):
     opened(model, store, codec="small").save(tokens, prefill(model, tokens))
     strict = opened(model, store, codec="high", codecs=["high", "lossless"])
     restored, hit = strict.restore(tokens)
-    assert (hit, restored.get_seq_length(), dict(strict.prefix.misses)) == (0, 0, {"codec": 1})
+    assert (hit, restored.get_seq_length(), dict(strict.misses)) == (0, 0, {"codec": 1})
     assert opened(model, store, codec="high", codecs=["high", "small"]).restore(tokens)[1] == 32
 
 
@@ -286,8 +286,10 @@ def test_a_nan_in_the_cache_is_left_out_of_a_lossy_store(model):
     kv, cache = prefill(model, tokens), opened(model, MemoryStore(), codec="balanced")
     kv.layers[2].keys[0, 1, 20, 3] = float("nan")
     report = cache.save(tokens, kv)
-    assert (report.tokens, report.chunks_refused) == (16, 2)
+    assert (report.tokens, report.chunks_refused, cache.refused) == (16, 2, 2)
     assert cache.restore(tokens)[1] == 16
+    cache.save(tokens, kv)
+    assert cache.refused == 4
 
 
 def test_two_processes_share_a_directory(model, tmp_path):
@@ -328,13 +330,13 @@ def test_a_corrupt_chunk_ends_the_prefix_and_the_rest_is_computed(model):
     cache = opened(model, store)
     kv = prefill(model, tokens)
     cache.save(tokens, kv)
-    key = kvcore.engine.chunk_keys(cache.prefix.namespace, tokens[0].numpy())[2]
+    key = kvcore.engine.chunk_keys(cache.engine.namespace, tokens[0].numpy())[2]
     frame = bytearray(store.get(key))
     frame[-5] ^= 1
     store.put(key, bytes(frame))
     restored, hit = cache.restore(tokens)
     assert hit == 2 * CHUNK == restored.get_seq_length()
-    assert cache.prefix.misses == {"digest": 1}
+    assert cache.misses == {"digest": 1}
     assert greedy(model, tokens, restored, hit) == greedy(model, tokens, DynamicCache(config=model.config), 0)
     assert cache.save(tokens, kv).chunks_written == 1
     assert cache.restore(tokens)[1] == 4 * CHUNK
@@ -344,8 +346,8 @@ def test_a_chunk_that_was_held_for_too_long_is_computed_again(model, monkeypatch
     tokens = prompt(70)
     cache = opened(model, MemoryStore())
     cache.save(tokens, prefill(model, tokens))
-    host, copied = cache.prefix.tiers.host, []
-    convert = cache.prefix.backend.convert_layout
+    host, copied = cache.engine.tiers.host, []
+    convert = cache.engine.backend.convert_layout
     now = host._l1._clock()
     monkeypatch.setattr(host._l1, "_clock", lambda: now + 301 * (len(copied) > 2))
 
@@ -356,7 +358,7 @@ def test_a_chunk_that_was_held_for_too_long_is_computed_again(model, monkeypatch
             copied.append(rows)
             host.relieve()
 
-    monkeypatch.setattr(cache.prefix.backend, "convert_layout", slow)
+    monkeypatch.setattr(cache.engine.backend, "convert_layout", slow)
     restored, hit = cache.restore(tokens)
     monkeypatch.undo()
     copied.clear()
