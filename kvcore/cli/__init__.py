@@ -9,12 +9,16 @@ from typer.core import TyperGroup
 
 from kvcore import __version__
 from kvcore.cli.bench import bench
+from kvcore.cli.calc import calc
+from kvcore.cli.clear import clear
 from kvcore.cli.demo import demo, demo_phase
+from kvcore.cli.describe import describe
 from kvcore.cli.doctor import doctor
 from kvcore.cli.eval import evaluate
 from kvcore.cli.inspect import inspect
 from kvcore.cli.ops import ops
 from kvcore.cli.simulate import simulate
+from kvcore.cli.vllm_demo import vllm_demo
 from kvcore.errors import KVCoreError
 
 __all__ = ["app", "main"]
@@ -65,12 +69,16 @@ def _options(
 
 
 app.command()(bench)
+app.command()(calc)
+app.command()(clear)
 app.command()(demo)
+app.command()(describe)
 app.command()(doctor)
 app.command("eval")(evaluate)
 app.command()(inspect)
 app.command()(ops)
 app.command()(simulate)
+app.command("vllm-demo")(vllm_demo)
 app.command(hidden=True)(demo_phase)
 
 

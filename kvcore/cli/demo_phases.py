@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from kvcore.cli.models import load_model, load_tokenizer
 from kvcore.connectors.transformers import PrefixKVCache, cache_argument
-from kvcore.engine.cache import OPS
+from kvcore.engine.engine import OPS
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.ops import open_backend
 from kvcore.tiers.config import open_tiers
@@ -48,9 +48,9 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     tokens = _prompt(tokenizer, request["text"], request["max_prompt_tokens"])
     _check_length(model, len(tokens), request["new_tokens"])
     tiers, kv_cache = _open_cache(model, request)
-    if len(tokens) <= kv_cache.prefix.namespace.chunk_tokens:
+    if len(tokens) <= kv_cache.engine.namespace.chunk_tokens:
         raise ConfigError(
-            f"the prompt has {len(tokens)} tokens; more than one chunk of {kv_cache.prefix.namespace.chunk_tokens} is "
+            f"the prompt has {len(tokens)} tokens; more than one chunk of {kv_cache.engine.namespace.chunk_tokens} is "
             "needed to restore anything: give a longer --text, or a larger --max-prompt-tokens"
         )
     _warm_up(model, tokens)
@@ -60,7 +60,7 @@ def _cold(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     first = _next_token(model, tokens, cache)
     ttft = time.perf_counter() - began
     new = _decode(model, first, cache, request["new_tokens"], "cold", tell)
-    tell(stage="cold process: store the KV", total=len(tokens) // kv_cache.prefix.namespace.chunk_tokens)
+    tell(stage="cold process: store the KV", total=len(tokens) // kv_cache.engine.namespace.chunk_tokens)
     report = kv_cache.save(tokens, cache, progress=lambda _: tell(advance=1))
     tiers.close()
     if not report.tokens:
@@ -91,10 +91,10 @@ def _warm(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         ttft[place] = time.perf_counter() - began
         if place == "the store":
             cache, hit, first = restored, tokens_found, next_token
-            misses = dict(kv_cache.prefix.misses)
+            misses = dict(kv_cache.misses)
     stats = {name: asdict(one) for name, one in tiers.stats().items()}
     new = _decode(model, first, cache, request["new_tokens"], "warm", tell)
-    backend = kv_cache.prefix.backend
+    backend = kv_cache.engine.backend
     plans = [backend.plan(op) for op in OPS]
     tiers.close()
     return {

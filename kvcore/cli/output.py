@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvcore import sizes
 from kvcore.errors import ConfigError, KVCoreError
 
 __all__ = ["console", "count_bytes", "parse_size", "plain_table", "print_json", "require"]
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -57,12 +55,7 @@ def parse_size(text: str, option: str) -> int:
     ConfigError
         It says none, or less than one; the message names the option.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{option} {text!r} is not a size: write 512MiB, 4GiB or a number of bytes")
-    number, unit, binary = match.groups()
-    scale = (1024 if binary else 1000) ** (" KMGT".index(unit.upper()) if unit else 0)
-    nbytes = int(float(number) * scale) if "." in number else int(number) * scale
+    nbytes = sizes.parse_size(text, f"{option} ")
     if nbytes < 1:
         raise ConfigError(f"{option} {text!r} is less than one byte")
     return nbytes

@@ -31,8 +31,10 @@ class Row:
     Parameters
     ----------
     codec : str
-    bits_k, bits_v, bits : float
-        Bits per element of K, of V, and of both, all side information included.
+    bits_k, bits_v : float, optional
+        Bits per element of K and of V, all side information included; None where the two cannot be told apart.
+    bits : float
+        The same of both.
     ratio : float
         Bytes in bfloat16 over bytes stored.
     kl : float
@@ -44,8 +46,8 @@ class Row:
     """
 
     codec: str
-    bits_k: float
-    bits_v: float
+    bits_k: float | None
+    bits_v: float | None
     bits: float
     ratio: float
     kl: float
@@ -64,6 +66,7 @@ class Tally:
     k_elements: int = 0
     v_elements: int = 0
     scores: list[Scores] = field(default_factory=list)
+    apart: bool = True
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -73,6 +76,7 @@ class Tally:
             self.k_elements + other.k_elements,
             self.v_elements + other.v_elements,
             self.scores + other.scores,
+            self.apart and other.apart,
         )
 
     def row(self) -> Row:
@@ -85,8 +89,8 @@ class Tally:
         bits = 8 * (self.k_bytes + self.v_bytes) / (self.k_elements + self.v_elements)
         return Row(
             codec=self.codec,
-            bits_k=8 * self.k_bytes / self.k_elements,
-            bits_v=8 * self.v_bytes / self.v_elements,
+            bits_k=8 * self.k_bytes / self.k_elements if self.apart else None,
+            bits_v=8 * self.v_bytes / self.v_elements if self.apart else None,
             bits=bits,
             ratio=BF16_BITS / bits,
             kl=float(kl.mean()),
@@ -151,7 +155,7 @@ class Prefix:
             try:
                 stored.append(subject.store(backend, chunk))
             except KVCoreError as error:
-                raise KVCoreError(f"codec {subject.name}, tokens from {chunk.position}: {error}") from error
+                raise KVCoreError(f"{subject.name}, tokens from {chunk.position}: {error}") from error
             tick(subject.name)
         k = np.concatenate([s.k for s in stored], axis=2)
         v = np.concatenate([s.v for s in stored], axis=2)
@@ -164,6 +168,7 @@ class Prefix:
             self.k.size,
             self.v.size,
             [scores],
+            all(s.apart for s in stored),
         )
 
 
@@ -236,7 +241,7 @@ def measure(
         levels = measured_levels(backend, [chunk for known in prefixes for chunk in known.chunks()])
     everything = [*chosen, *(leveled(chosen, levels) if levels is not None else ())]
     chunks = sum(len(known.chunks()) for known in prefixes)
-    tick = stage("codec", len(everything) * (chunks + len(prefixes)))
+    tick = stage("measure", len(everything) * (chunks + len(prefixes)))
     tallies = [[known.measure(model, backend, subject, tick) for known in prefixes] for subject in everything]
     totals = [sum(parts[1:], parts[0]) for parts in tallies]
     fp8 = next((total for total in totals if total.codec == "fp8" and total.row().kl > 0), None)

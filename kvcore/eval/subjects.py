@@ -1,4 +1,4 @@
-"""What is measured: kvcore's codecs, and quantisers of others that they are compared with.
+"""What is measured: kvcore's codecs, and quantisers of others that they are compared with; `serdes` adds serdes.
 
 A subject turns a chunk of KV into what a reader would get back, and says how many bytes lay in between.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcore.codecs.contract import Codec, CodedSegment
 from kvcore.codecs.frame_format import directory_size
-from kvcore.codecs.frame_values import LAYER_ALIGN, SEGMENT_ALIGN, GroupInfo, PartInfo, align
+from kvcore.codecs.frame_values import LAYER_ALIGN, SEGMENT_ALIGN, GroupInfo, PartInfo, SegmentSize, align
 from kvcore.codecs.kvs1 import PRESETS as KVS1
 from kvcore.codecs.registry import PRESETS, get_codec
 from kvcore.codecs.segments import SegmentFlags
@@ -31,6 +31,8 @@ __all__ = [
     "Chunk",
     "Stored",
     "Subject",
+    "bind_layers",
+    "bytes_of",
     "leveled",
     "measured_levels",
     "subject_names",
@@ -70,12 +72,22 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A chunk after a round trip, and the bytes that its keys and values took."""
+    """A chunk after a round trip, and the bytes that its keys and values took.
+
+    Parameters
+    ----------
+    k, v : bfloat16 arrays ``[layers, heads, T, width]``
+    k_bytes, v_bytes : float
+        What both need, they share.
+    apart : bool
+        Whether the two are told apart; if not, each has half of the bytes.
+    """
 
     k: Array
     v: Array
     k_bytes: float
     v_bytes: float
+    apart: bool = True
 
 
 class Subject(Protocol):
@@ -105,16 +117,17 @@ class CodecSubject:
     def store(self, backend: Backend, chunk: Chunk) -> Stored:
         """See `Subject.store`."""
         group = _group(chunk)
-        layers = self.codec.encode(backend, _rows(chunk.k, chunk.v), group)
+        layers = self.codec.encode(backend, bind_layers(chunk.k, chunk.v), group)
         k, v = np.empty_like(chunk.k), np.empty_like(chunk.v)
-        self.codec.decode(backend, layers, group, _rows(k, v))
+        self.codec.decode(backend, layers, group, bind_layers(k, v))
         k_bytes = v_bytes = 0.0
         for layer in layers:
-            keys, values = layer[: group.head_count], layer[group.head_count :]
-            # What the layer as a whole takes, its parts share.
-            padding = align(_placed(keys) + _placed(values), LAYER_ALIGN) - _placed(keys) - _placed(values)
-            k_bytes += _placed(keys) + padding / 2 + _listed(keys)
-            v_bytes += _placed(values) + padding / 2 + _listed(values)
+            keys, values = (_sizes(part) for part in (layer[: group.head_count], layer[group.head_count :]))
+            # What the layer as a whole takes, its parts share: the padding after it, and its digest.
+            placed = _placed(keys) + _placed(values)
+            shared = (align(placed, LAYER_ALIGN) - placed + directory_size([[]])) / 2
+            k_bytes += bytes_of(keys) + shared
+            v_bytes += bytes_of(values) + shared
         return Stored(k, v, k_bytes, v_bytes)
 
 
@@ -201,7 +214,7 @@ def measured_levels(backend: Backend, chunks: Sequence[Chunk]) -> tuple[int, int
     found: tuple[list[int], list[int]] = ([], [])
     for chunk in chunks:
         group = _group(chunk)
-        for layer in codec.encode(backend, _rows(chunk.k, chunk.v), group):
+        for layer in codec.encode(backend, bind_layers(chunk.k, chunk.v), group):
             for index, segment in enumerate(layer):
                 # Bytes 0 and 1 are k and flags. A k of 0 is an all-zero segment: it has no R.
                 if segment.data[0] and not segment.data[1] & SegmentFlags.ALL_RAW:
@@ -211,6 +224,16 @@ def measured_levels(backend: Backend, chunks: Sequence[Chunk]) -> tuple[int, int
     # R is rounded up to the grid, by half a step in the mean.
     c_k, c_v = (int(np.rint(np.mean(values) - 0.5)) for values in found)
     return c_k, c_v
+
+
+def bind_layers(k: Array, v: Array) -> RowLayout:
+    """Bind arrays ``[layers, heads, T, width]`` as the rows of a chunk, where they lie."""
+    return _LAYERS.bind([list(pair) for pair in zip(k, v, strict=True)])
+
+
+def bytes_of(sizes: Sequence[SegmentSize]) -> float:
+    """Return the bytes that segments of one layer take in a frame: where they lie, and in the directory."""
+    return _placed(sizes) + directory_size([sizes]) - directory_size([[]])
 
 
 def _group(chunk: Chunk) -> GroupInfo:
@@ -227,19 +250,13 @@ def _group(chunk: Chunk) -> GroupInfo:
     )
 
 
-def _rows(k: Array, v: Array) -> RowLayout:
-    return _LAYERS.bind([list(pair) for pair in zip(k, v, strict=True)])
+def _sizes(segments: Sequence[CodedSegment]) -> list[SegmentSize]:
+    return [(len(segment.data), segment.tiles) for segment in segments]
 
 
-def _placed(segments: Sequence[CodedSegment]) -> int:
+def _placed(sizes: Sequence[SegmentSize]) -> int:
     """Bytes of segments where they lie."""
-    return sum(align(len(segment.data), SEGMENT_ALIGN) for segment in segments)
-
-
-def _listed(segments: Sequence[CodedSegment]) -> float:
-    """Bytes of segments in the directory, and half of the layer's digest."""
-    digest = directory_size([[]])
-    return directory_size([[(len(segment.data), segment.tiles) for segment in segments]]) - digest / 2
+    return sum(align(nbytes, SEGMENT_ALIGN) for nbytes, _ in sizes)
 
 
 def _affine(x: Array, axis: int) -> tuple[Array, float]:

