@@ -46,6 +46,11 @@ EXTRAS = {
     "crypto": [REFERENCE, "cryptography>=47"],
     # From 6 on the client of a cluster does not try again unasked.
     "redis": [REFERENCE, "redis>=6"],
+    # From 0.20 on the server of metrics can be stopped.
+    "metrics": [REFERENCE, "prometheus-client>=0.20"],
+    "tracing": [REFERENCE, "opentelemetry-api>=1.25", "opentelemetry-sdk>=1.25"],
+    # What the vLLM connector's two sides talk with. An engine has both, and vLLM itself is the engine's.
+    "vllm": [REFERENCE, "msgspec>=0.18", "pyzmq>=25"],
     # boto3, for `profile=`, is for those who ask for it.
     "s3": [REFERENCE, "obstore>=0.12"],
 }

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from kvcore.engine.config_model import GROUPS, field_of, form_of
+from kvcore.engine.config_sources import ALIASES
 from kvcore.plugins.discover import discover
 from kvcore.settings import VARIABLES, current
+from kvcore.telemetry.definitions import COMMON_LABELS, METRICS, SECONDS, Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 
 HEADER = """\
 # Environment variables
 
-kvcore reads these variables and no others; all are optional. They are read when a backend is opened, not when kvcore
-is imported, so a notebook may change them. A value that means nothing raises `kvcore.ConfigError`, which names the
-variable and gives an example. The header of the conformance suite prints their values.
+kvcore reads these variables, those of the [engine's settings](configuration.md), and no others; all are optional. They
+are read when a backend is opened, not when kvcore is imported, so a notebook may change them. A value that means
+nothing raises `kvcore.ConfigError`, which names the variable and gives an example. The header of the conformance suite
+prints their values.
 
 This page is written by `docs/generate.py` from `kvcore.settings.VARIABLES`.
 """
@@ -40,6 +45,23 @@ This page is written by `docs/generate.py` from `kvcore ops --records --csv`. `k
 installed and bound on your machine.
 """
 
+METRICS_HEADER = """\
+# Metrics
+
+What kvcore counts for Prometheus; [Metrics, logs and traces](observability.md) says how to turn it on. Every series
+has the labels {common}; those of the tables come on top. Where vLLM serves the metrics, its own
+labels (`model_name`, `engine`) stand for the first two. A histogram gives the series `_bucket`, `_sum` and
+`_count`; the upper bounds of the buckets are {bounds} seconds.
+
+- hit rate: `rate(kvcore_hit_tokens_total[5m]) / rate(kvcore_lookup_tokens_total[5m])`
+- how much smaller a serde makes KV: `rate(kvcore_stored_bytes_total[5m])` over the sum of
+  `rate(kvcore_tier_stored_bytes_total[5m])` of the tier that has it
+- worth an alert: `kvcore_tier_degraded == 1` for some minutes, `rate(kvcore_tier_failures_total[5m]) > 0`, and
+  `rate(kvcore_missed_tokens_total{{reason="not_loaded"}}[5m]) > 0`, which is KV that was there and could not be read
+
+This page is written by `docs/generate.py` from `kvcore.telemetry.definitions.METRICS`.
+"""
+
 SHOWN = {"executed": "**executed**", "compiled": "compiled", "not-run": "not run", "missing": "-"}
 
 
@@ -51,6 +73,31 @@ def environment() -> str:
         example = f"`{variable.name}={variable.example}`"
         sections.append(f"## {variable.name}\n\n{variable.help}\n\nDefault: {default}. For example {example}.\n")
     return "\n".join(sections)
+
+
+def configuration() -> str:
+    """Return the text of `configuration.md`: as it is, with the settings as the code has them."""
+    begin, end = "<!-- settings: written by docs/generate.py -->\n", "<!-- end of settings -->\n"
+    before, _, rest = (ROOT / "docs" / "configuration.md").read_text("utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    other_names = {own: other for other, own in ALIASES.items()}
+    sections = []
+    for title, names in GROUPS.items():
+        lines = [
+            f"### {title}",
+            "",
+            _line("setting, variable", "default", "values", "what it does"),
+            _line(*["---"] * 4),
+        ]
+        for name in names:
+            field = field_of(name)
+            variable = f"KVCORE_{name.replace('.', '_').upper()}"
+            also = f" Alias: `{other_names[name]}`." if name in other_names else ""
+            default = json.dumps(field.default).strip('"')
+            cells = f"`{default}`" if default else "empty", form_of(name).text, f"{field.description}{also}"
+            lines.append(_line(f"`{name}`<br>`{variable}`", *cells))
+        sections.append("\n".join([*lines, ""]))
+    return "".join([before, begin, "\n", "\n".join(sections), "\n", end, after])
 
 
 def ops() -> str:
@@ -76,6 +123,23 @@ def ops_page(text: str, backends: Collection[str]) -> str:
     return "\n".join([*lines, "", *sections])
 
 
+def metrics() -> str:
+    """Return the text of `metrics.md`."""
+    common, bounds = ", ".join(f"`{name}`" for name in COMMON_LABELS), ", ".join(f"{bound:g}" for bound in SECONDS)
+    groups: dict[str, list[Metric]] = {"Requests": [], "Tiers": [], "Serdes": []}
+    for metric in METRICS:
+        kind = {"tier": "Tiers", "serde": "Serdes"}.get(metric.name.split("_")[1], "Requests")
+        groups[kind].append(metric)
+    lines = [METRICS_HEADER.format(common=common, bounds=bounds)]
+    for title, group in groups.items():
+        lines += [f"## {title}", "", _line("metric", "kind", "unit", "labels", "what"), _line(*["---"] * 5)]
+        for metric in group:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(_line(f"`{metric.name}`", metric.kind, metric.unit, labels, metric.help))
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _title(column: tuple[str, str]) -> str:
     return " ".join(filter(None, column))
 
@@ -97,7 +161,7 @@ def _section(title: str, rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join([f"## {title}", "", *lines, ""])
 
 
-PAGES = {"environment.md": environment, "ops.md": ops}
+PAGES = {"configuration.md": configuration, "environment.md": environment, "ops.md": ops, "metrics.md": metrics}
 
 if __name__ == "__main__":
     for name, text in PAGES.items():

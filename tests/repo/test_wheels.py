@@ -140,7 +140,7 @@ def test_the_module_runs_like_the_command(core_alone):
 
 
 def test_the_core_imports_nothing_heavy(core_alone):
-    heavy = {"torch", "triton", "transformers", "pydantic", "rich", "typer"}
+    heavy = {"torch", "triton", "transformers", "pydantic", "rich", "typer", "yaml"}
     assert core_alone.modules("import kvcore") & heavy == set()
 
 

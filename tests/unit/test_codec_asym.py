@@ -23,7 +23,7 @@ from kvcore.codecs.inspection import inspect_frame
 from kvcore.codecs.registry import codec_of, get_codec
 from kvcore.dtypes import DTYPES
 from kvcore.engine import Namespace
-from kvcore.engine.cache import PrefixCache
+from kvcore.engine.plain import plain_engine
 from kvcore.errors import ConfigError, CorruptFrameError, QuantizationError, UnsupportedOpError
 from kvcore.tiers.stores import MemoryStore
 
@@ -291,10 +291,10 @@ def test_the_widest_keys_that_it_takes_are_read():
 
 
 @pytest.mark.parametrize("codecs", [{"codec": "asym_k_elsewhere_v8"}, {"codecs": ["raw", "asym_k_elsewhere_v8"]}])
-def test_a_prefix_cache_wants_keys(codecs):
+def test_an_engine_wants_keys(codecs):
     namespace = Namespace(model="m", revision="1", chunk_tokens=8)
     with pytest.raises(ConfigError, match="frames of codec asym_k_elsewhere_v8 do not hold all parts"):
-        PrefixCache(MemoryStore(), namespace, layers=1, heads=1, width=4, backend=BACKEND, **codecs)
+        plain_engine(MemoryStore(), namespace, layers=1, heads=1, width=4, backend=BACKEND, **codecs)
 
 
 # --- values that are not finite

@@ -56,7 +56,7 @@ def test_the_vendor_page_quotes_every_file_of_the_example():
     assert wanted <= quoted
 
 
-@pytest.mark.parametrize("name", ["environment.md", "ops.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "environment.md", "ops.md", "metrics.md"])
 def test_generated_pages_are_up_to_date(name):
     pages = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
     assert name in pages

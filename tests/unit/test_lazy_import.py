@@ -10,7 +10,7 @@ import pytest
 
 import kvcore
 
-HEAVY = {"torch", "triton", "transformers", "pydantic", "rich", "typer", "jax", "cupy"}
+HEAVY = {"torch", "triton", "transformers", "pydantic", "yaml", "rich", "typer", "jax", "cupy"}
 VENDORS = {"kvcore_cpu", "kvcore_cpu_ref", "kvcore_cuda", "kvcore_rocm", "kvcore_xpu"}
 
 
