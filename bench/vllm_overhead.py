@@ -7,7 +7,8 @@ share of the time without saving:
 - alone: the time to the first token; what goes on in the background ends before the next prompt;
 - back to back: three prompts without a pause, so that coding and writing compete with the model for the processor.
 
-Run ``python -m bench.vllm_overhead [--engine-python PATH] [--tokens N] [--rounds N] [--serde NAME] [--json]``.
+Run ``python -m bench.vllm_overhead [--engine-python PATH] [--tokens N] [--rounds N] [--serde NAME] [--direct]
+[--json]``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1280, help="of each prompt")
     parser.add_argument("--rounds", type=int, default=24, help="pairs of prompts alone; a third as many groups")
     parser.add_argument("--serde", default="raw")
+    parser.add_argument("--direct", action="store_true", help="write to the disk past the page cache")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvcore-overhead-") as folder:
@@ -68,7 +70,8 @@ def main() -> None:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the engine; return what ``--json`` prints."""
     python, model = find_engine_python(options.engine_python), model_directory()
-    connector = EngineOptions(python, model, folder, serde=options.serde).kvcore()
+    store = f"fs:{folder / 'kvcore'}?direct={int(options.direct)}"
+    connector = EngineOptions(python, model, folder, store=store, serde=options.serde).kvcore()
     prompts = fresh_prompts(read_document(model), options.tokens)
     insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # so that it takes a function of ours
     with EngineProcess(
@@ -85,6 +88,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tokens": options.tokens,
         "rounds": options.rounds,
         "serde": options.serde,
+        "direct": options.direct,
         "alone": summary(alone, 1),
         "back_to_back": summary(together, GROUP),
         "store_ms": round(milliseconds(page, "store"), 3),
