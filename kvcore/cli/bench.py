@@ -71,9 +71,12 @@ def bench(
         ),
     ] = None,
     lengths: Annotated[
-        str, typer.Option(help="Tokens of the prefixes that users share, with commas, for suite ttft.")
-    ] = LENGTHS,
-    users: Annotated[int, typer.Option(min=1, help="Users who share a prefix, for suite ttft.")] = 3,
+        str | None,
+        typer.Option(help=f"Tokens of the prefixes that users share, with commas, for suite ttft. Default: {LENGTHS}."),
+    ] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="Users who share a prefix, for suite ttft. Default: 3.")
+    ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Samples of each figure. Default: 15; of suite ttft 1.")
     ] = None,
@@ -88,12 +91,13 @@ def bench(
     """
     if store and suite not in (Suite.STORE, Suite.TTFT):
         raise ConfigError(f"--suite {suite.value} uses no store; --store goes with --suite store and --suite ttft")
-    if engine_python is not None and suite is not Suite.TTFT:
-        raise ConfigError(f"--suite {suite.value} starts no engine; --engine-python goes with --suite ttft")
     if suite is Suite.TTFT:
         _refuse(suite, "measures a whole engine", {"--backend": backend, "--peer-python": peer_python})
-        _bench_ttft(engine_python, model, store, lengths, users, repeats or 1, plot, as_json)
+        lengths = LENGTHS if lengths is None else lengths
+        _bench_ttft(engine_python, model, store, lengths, users or 3, repeats or 1, plot, as_json)
         return
+    of_ttft = {"--engine-python": engine_python, "--lengths": lengths, "--users": users}
+    _refuse(suite, "starts no engine, as suite ttft does", of_ttft)
     os.environ["KVCORE_CPU_THREADS"] = "1"  # one thread against one thread
     repeats = repeats or 15
     if suite is Suite.DISPATCH:

@@ -77,7 +77,7 @@ def bench_ttft(
     from kvcore.bench.engine_prompts import read_document
     from kvcore.bench.ttft import EngineOptions, conversations, measure_ttft
 
-    interpreter, wanted = find_engine_python(python), read_lengths(lengths)
+    wanted, interpreter = read_lengths(lengths), find_engine_python(python)
     require("demo", "tokenizers")
     with tempfile.TemporaryDirectory(prefix="kvcore-ttft-") as folder, progress("ttft", quiet) as say:
         say("convert the model")

@@ -58,17 +58,19 @@ def clear(
         objects = sum(count for count, _ in doomed.values())
         if objects and not yes:
             _ask(opened, doomed, space)
-        removed = _remove(opened, chosen, space, quiet=as_json) if objects else dict.fromkeys(doomed, 0)
+        removed, failed = _remove(opened, chosen, space, quiet=as_json) if objects else (dict.fromkeys(doomed, 0), {})
     names = [*removed, *(name for name in opened.absent if tier is None or name in tier)]
     values = {
         "namespace": None if space is None else space.hex(),
         "removed": {name: removed.get(name, 0) for name in names},
-        "bytes": {name: doomed[name][1] if name in doomed else 0 for name in names},
+        "bytes": {name: None if name in failed else doomed.get(name, (0, 0))[1] for name in names},
+        "failed": failed,
     }
     if as_json:
         print_json(values)
     else:
         _print(values)
+    raise typer.Exit(1 if failed else 0)
 
 
 def _chosen(opened: Opened, names: list[str] | None) -> list[StoreTier]:
@@ -139,29 +141,32 @@ def _ask(opened: Opened, doomed: dict[str, tuple[int, int]], space: bytes | None
         raise typer.Exit(1)
 
 
-def _remove(opened: Opened, chosen: list[StoreTier], space: bytes | None, *, quiet: bool) -> dict[str, int]:
+def _remove(
+    opened: Opened, chosen: list[StoreTier], space: bytes | None, *, quiet: bool
+) -> tuple[dict[str, int | None], dict[str, str]]:
     """Empty tiers, all of them, also where one fails.
 
-    Raises
-    ------
-    StoreError
-        Of the first that failed. The others were emptied.
+    Returns
+    -------
+    dict of str to int or None, dict of str to str
+        How many objects went, None where that is not known; and why not all did, of tiers that failed.
     """
-    removed: dict[str, int] = {}
-    failed: StoreError | None = None
+    removed: dict[str, int | None] = {}
+    failed: dict[str, str] = {}
     for tier in chosen:
         with watched(f"remove from {tier.name}", quiet=quiet):
             try:
                 removed.update(opened.tiers.clear([tier.name], namespace=space))
             except StoreError as error:
-                failed = failed or error
-    if failed is not None:
-        raise failed
-    return removed
+                removed[tier.name], failed[tier.name] = None, str(error.strerror or error)
+    return removed, failed
 
 
 def _print(values: dict[str, Any]) -> None:
     out = console()
     for name, count in values["removed"].items():
-        freed = f", {count_bytes(values['bytes'][name])}" if count else ""
-        out.print(f"{name}: removed {count:,} objects{freed}")
+        if count is not None:
+            freed = f", {count_bytes(values['bytes'][name])}" if count else ""
+            out.print(f"{name}: removed {count:,} objects{freed}")
+    for name, why in values["failed"].items():
+        console(stderr=True).print(f"{name}: not all could be removed: {why}", style="bold red", soft_wrap=True)

@@ -63,7 +63,7 @@ _SEMANTIC = (
 Flag: TypeAlias = Annotated[bool, BeforeValidator(read_flag), Form("true, false")]
 Count: TypeAlias = Annotated[int, BeforeValidator(read_count), Form("number")]
 Share: TypeAlias = Annotated[float, BeforeValidator(read_real), Form("number from 0 to 1")]
-Gib: TypeAlias = Annotated[float, BeforeValidator(read_gib), Form("GiB, or a size such as `512MiB`")]
+Gib: TypeAlias = Annotated[float, BeforeValidator(read_gib), Form("GiB, or a size such as `512MiB`", unit="GiB")]
 Size: TypeAlias = Annotated[int, BeforeValidator(read_bytes), Form("bytes, or a size such as `64MiB`")]
 Text: TypeAlias = Annotated[str, BeforeValidator(read_text), Form("text")]
 Secret: TypeAlias = Annotated[str, BeforeValidator(read_text), Form("text", secret=True)]
@@ -369,7 +369,8 @@ def shown(name: str, value: Any) -> str:
         return masked(value)
     if name == "tiers":
         value = [tier.model_dump(exclude_unset=True) for tier in value]
-    return masked(json.dumps(value, ensure_ascii=False))
+    unit = form_of(name).unit
+    return masked(json.dumps(value, ensure_ascii=False)) + (f" {unit}" if unit else "")
 
 
 def contradictions(config: EngineConfig) -> list[tuple[tuple[str, ...], str]]:

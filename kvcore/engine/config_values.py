@@ -56,9 +56,10 @@ _SECRET_OPTION = re.compile(r"((?:password|secret|token|credential)[^=&\s]*=)[^&
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a value is written, for the documentation; `secret`: it is never shown."""
+    """How a value is written, for the documentation; `unit`: of its numbers; `secret`: it is never shown."""
 
     text: str
+    unit: str = ""
     secret: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -32,7 +33,7 @@ def test_yes_asks_nothing_and_json_is_one_object(run, tmp_path):
     fill(f"fs:{tmp_path}")
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.kvf"))
     done = run("clear", "--store", f"fs:{tmp_path}", "--yes", "--json")
-    assert done.json() == {"namespace": None, "removed": {"disk": 3}, "bytes": {"disk": size}}
+    assert done.json() == {"namespace": None, "removed": {"disk": 3}, "bytes": {"disk": size}, "failed": {}}
     assert done.err == ""
     assert stored(tmp_path) == set()
     assert run("clear", "--store", f"fs:{tmp_path}").out == "disk: removed 0 objects\n", "there is nothing to ask"
@@ -113,3 +114,17 @@ def test_what_means_nothing_is_refused(run, tmp_path, arguments, complaint):
     done = run("clear", "--store", f"fs:{tmp_path}", "--yes", *arguments)
     assert (done.code, complaint in done.err) == (2, True)
     assert len(stored(tmp_path)) == 3
+
+
+def test_where_one_tier_fails_the_others_are_emptied_and_counted(run, tmp_path):
+    for name in "ab":
+        fill(f"fs:{tmp_path}/{name}")
+    stores = ("--store", f"fault:delete.eio=1:fs:{tmp_path}/a", "--store", f"fs:{tmp_path}/b")
+    done = run("clear", *stores, "--yes", "--json")
+    values = json.loads(done.out)
+    assert done.code == 1
+    assert (values["removed"], values["bytes"]["disk"]) == ({"disk": None, "disk-2": 3}, None)
+    assert list(values["failed"]) == ["disk"]
+    assert (len(stored(tmp_path / "a")), len(stored(tmp_path / "b"))) == (3, 0)
+    done = run("clear", *stores, "--yes")
+    assert (done.code, "disk: not all could be removed" in done.err, "disk-2: removed 0" in done.out) == (1, True, True)

@@ -277,6 +277,8 @@ def test_the_command_prints_one_object_or_tables(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["--suite", "copy", "--store", "memory:"], "--suite copy uses no store"),
+        (["--suite", "copy", "--lengths", "512", "--users", "2"], "it takes no --lengths and no --users"),
+        (["--suite", "ttft", "--lengths", ""], "--lengths '' is not numbers of tokens"),
         (["--suite", "store", "--store", "nowhere:"], "nowhere"),
         (["--suite", "store", "--store", "fs:/proc/version/x"], "/proc/version"),
     ],
