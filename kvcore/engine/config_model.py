@@ -176,7 +176,7 @@ class EngineConfig(BaseModel):
     ] = Field(
         default=False,
         description="Keep KV in this directory too: a tier named `disk`, the first behind host memory. `true`: in "
-        "`$XDG_CACHE_HOME/kvcore/kv`.",
+        "`$XDG_CACHE_HOME/kvcore/kv`. The store's options may follow: `/var/cache/kvcore?direct=1`.",
     )
     max_local_disk_size: Gib = Field(
         default=0.0, ge=0, description="Capacity of `local_disk`; 0: all that the disk has."

@@ -206,6 +206,7 @@ def test_the_tiers_of_a_configuration(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home-of-somebody")
     assert EngineConfig(local_disk=True).to_tiers().tiers[0].store == f"fs:{tmp_path}/kvcore/kv"
     assert EngineConfig(local_disk="~/kv").to_tiers().tiers[0].store == "fs:/home-of-somebody/kv"
+    assert EngineConfig(local_disk="fs:/srv/kv?direct=1").to_tiers().tiers[0].store == "fs:/srv/kv?direct=1"
     assert EngineConfig(remote_url="memory:", serde="kivi").to_tiers().tiers[0].serde == "kivi"
 
 
