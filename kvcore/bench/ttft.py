@@ -48,6 +48,8 @@ class EngineOptions:
         How kvcore codes KV there.
     load : str
         How the connector loads.
+    chunk_tokens : int
+        In which kvcore stores and finds KV.
     """
 
     python: str
@@ -56,6 +58,7 @@ class EngineOptions:
     store: str = ""
     serde: Any = "raw"
     load: str = "async"
+    chunk_tokens: int = CHUNK_TOKENS
 
     def kvcore(self) -> dict[str, Any]:
         """Return the fields of vLLM's ``KVTransferConfig`` for kvcore."""
@@ -66,7 +69,7 @@ class EngineOptions:
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
-                "chunk_tokens": CHUNK_TOKENS, "max_local_cpu_size": "2GiB", "pinned": False, "load": self.load,
+                "chunk_tokens": self.chunk_tokens, "max_local_cpu_size": "2GiB", "pinned": False, "load": self.load,
                 "tiers": [tier],
             },
         }  # fmt: skip
@@ -138,7 +141,9 @@ class TtftRow:
         return asdict(self)
 
 
-def conversations(document: Sequence[int], lengths: Sequence[int], *, users: int, repeats: int) -> list[Conversation]:
+def conversations(
+    document: Sequence[int], lengths: Sequence[int], *, users: int, repeats: int, chunk_tokens: int = CHUNK_TOKENS
+) -> list[Conversation]:
     """Return what is asked: `repeats` documents of each length, no two of which begin alike.
 
     Raises
@@ -149,8 +154,8 @@ def conversations(document: Sequence[int], lengths: Sequence[int], *, users: int
     made = []
     for number, (length, repeat) in enumerate(itertools.product(lengths, range(repeats))):
         start = 97 * number
-        if length <= CHUNK_TOKENS:
-            raise ConfigError(f"{length} tokens hold no chunk of {CHUNK_TOKENS} and a token to compute; take more")
+        if length <= chunk_tokens:
+            raise ConfigError(f"{length} tokens hold no chunk of {chunk_tokens} and a token to compute; take more")
         if start + length > len(document):
             raise ConfigError(f"the text has {len(document):,} tokens, too few for documents of {length:,}")
         shared = list(document[start : start + length])

@@ -16,7 +16,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvcore.cli.bench_store import measure_stores, print_stores
-from kvcore.cli.bench_ttft import LENGTHS, bench_ttft, print_ttft
+from kvcore.cli.bench_ttft import LENGTHS, TtftSizes, bench_ttft, print_ttft
 from kvcore.cli.output import console, plain_table, print_json, require
 from kvcore.errors import ConfigError, KVCoreError
 
@@ -77,6 +77,9 @@ def bench(
     users: Annotated[
         int | None, typer.Option(min=1, help="Users who share a prefix, for suite ttft. Default: 3.")
     ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of kvcore's chunks, for suite ttft. Default: 256.")
+    ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Samples of each figure. Default: 15; of suite ttft 1.")
     ] = None,
@@ -93,10 +96,10 @@ def bench(
         raise ConfigError(f"--suite {suite.value} uses no store; --store goes with --suite store and --suite ttft")
     if suite is Suite.TTFT:
         _refuse(suite, "measures a whole engine", {"--backend": backend, "--peer-python": peer_python})
-        lengths = LENGTHS if lengths is None else lengths
-        _bench_ttft(engine_python, model, store, lengths, users or 3, repeats or 1, plot, as_json)
+        sizes = TtftSizes.of(lengths=lengths, users=users, chunk_tokens=chunk_tokens, repeats=repeats)
+        _bench_ttft(engine_python, model, store, sizes, plot, as_json)
         return
-    of_ttft = {"--engine-python": engine_python, "--lengths": lengths, "--users": users}
+    of_ttft = {"--engine-python": engine_python, "--lengths": lengths, "--users": users, "--chunk-tokens": chunk_tokens}
     _refuse(suite, "starts no engine, as suite ttft does", of_ttft)
     os.environ["KVCORE_CPU_THREADS"] = "1"  # one thread against one thread
     repeats = repeats or 15
@@ -140,9 +143,13 @@ def _refuse(suite: Suite, what: str, given: dict[str, Any]) -> None:
 
 
 def _bench_ttft(
-    python: str | None, model: str | None, stores: Sequence[str] | None, lengths: str, users: int, repeats: int,
-    plot: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    python: str | None,
+    model: str | None,
+    stores: Sequence[str] | None,
+    sizes: TtftSizes,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Measure a real engine, and print or draw it."""
     if stores and len(stores) > 1:
         raise ConfigError("--suite ttft measures one store; give --store once")
@@ -152,7 +159,7 @@ def _bench_ttft(
 
         check_path(plot)
     store = stores[0] if stores else None
-    report, rows = bench_ttft(python, model, store, lengths, users, repeats, quiet=as_json)
+    report, rows = bench_ttft(python, model, store, sizes, quiet=as_json)
     report = {"suite": report.pop("suite"), "machine": _machine(None), **report}
     if plot is not None:
         from kvcore.bench.ttft_plot import draw_ttft

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,37 @@ from kvcore.errors import ConfigError
 if TYPE_CHECKING:
     from kvcore.bench.ttft import Say, TtftRow
 
-__all__ = ["bench_ttft", "find_engine_python", "print_ttft", "progress", "read_lengths", "ttft_table"]
+__all__ = ["TtftSizes", "bench_ttft", "find_engine_python", "print_ttft", "progress", "read_lengths", "ttft_table"]
 
 LENGTHS = "512,1024,2048,4000,7000"
 _DEFAULT_PYTHON = Path(".vllm-venv", "bin", "python")
+
+
+@dataclass(frozen=True, slots=True)
+class TtftSizes:
+    """How much is measured.
+
+    Parameters
+    ----------
+    lengths : str
+        Of documents, in tokens.
+    users : int
+        Prompts that begin with one document.
+    chunk_tokens : int
+        Of kvcore's chunks.
+    repeats : int
+        Documents of each length.
+    """
+
+    lengths: str = LENGTHS
+    users: int = 3
+    chunk_tokens: int = 256
+    repeats: int = 1
+
+    @classmethod
+    def of(cls, **given: Any) -> TtftSizes:
+        """Take what is given; None is the default."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 def find_engine_python(given: str | None) -> str:
@@ -50,7 +78,7 @@ def read_lengths(text: str) -> list[int]:
 
 
 def bench_ttft(
-    python: str | None, model: str | None, store: str | None, lengths: str, users: int, repeats: int, *, quiet: bool
+    python: str | None, model: str | None, store: str | None, sizes: TtftSizes, *, quiet: bool
 ) -> tuple[dict[str, Any], list[TtftRow]]:
     """Measure; return what ``--json`` prints but for the machine, and the rows.
 
@@ -62,10 +90,7 @@ def bench_ttft(
         Directory of Hugging Face or GGUF file.
     store : str, optional
         URI of kvcore's store; by default a new directory, which is removed.
-    lengths : str
-        Of documents, in tokens.
-    users, repeats : int
-        Prompts that begin with one document, and documents of each length.
+    sizes : TtftSizes
     quiet : bool
         Show no progress.
 
@@ -77,22 +102,22 @@ def bench_ttft(
     from kvcore.bench.engine_prompts import read_document
     from kvcore.bench.ttft import EngineOptions, conversations, measure_ttft
 
-    wanted, interpreter = read_lengths(lengths), find_engine_python(python)
+    wanted, interpreter = read_lengths(sizes.lengths), find_engine_python(python)
     require("demo", "tokenizers")
     with tempfile.TemporaryDirectory(prefix="kvcore-ttft-") as folder, progress("ttft", quiet) as say:
         say("convert the model")
         directory = model_directory(model)
         document = read_document(directory, least=max(wanted) + 4096)
-        asked = conversations(document, wanted, users=users, repeats=repeats)
-        options = EngineOptions(interpreter, directory, Path(folder), store or "")
+        how = {name: value for name, value in asdict(sizes).items() if name != "lengths"}
+        asked = conversations(document, wanted, **how)
+        options = EngineOptions(interpreter, directory, Path(folder), store or "", chunk_tokens=sizes.chunk_tokens)
         rows, about = measure_ttft(asked, options, say)
     report = {
         "suite": "ttft",
         "engine": f"vllm {about['version']}",
         "model": Path(directory).name,
         "store": store or "fs: a new directory",
-        "users": users,
-        "repeats": repeats,
+        **how,
         "rows": [row.to_dict() for row in rows],
         "hit_rate": about["hit_rate"],
         "metrics": about["metrics"],
@@ -144,7 +169,8 @@ def print_ttft(report: dict[str, Any], rows: Sequence[TtftRow]) -> None:
         "Computed: an engine without a connector. vLLM's cache: the next user there. Computed, stored: an engine that "
         "stores with kvcore. From the store: a new engine, the same prompt; from host memory: its next users, after "
         "vLLM's own cache was emptied. Faster: from the store, against the faster of both that computed. "
-        "ExampleConnector: the same prompt again, which it finds to the block; kvcore finds chunks of 256 tokens.",
+        "ExampleConnector: the same prompt again, which it finds to the block; kvcore finds chunks of "
+        f"{report['chunk_tokens']} tokens.",
         style="dim",
     )
     if report["hit_rate"] is not None:

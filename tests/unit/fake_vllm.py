@@ -1,7 +1,7 @@
 """Stands in for the package `vllm` in a process that the tests start: an engine that answers from what it is given.
 
 A token is a digest of all tokens before it. A connector's folder keeps the prompts that engines were given; what begins
-like one of them counts as cached, in chunks of 256.
+like one of them counts as cached, in chunks of its configuration.
 """
 
 import hashlib
@@ -10,8 +10,6 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-
-CHUNK = 256
 
 
 class SamplingParams(SimpleNamespace):
@@ -46,9 +44,10 @@ class Engine:
                 enable_chunked_prefill=True, max_num_batched_tokens=options.get("max_num_batched_tokens", 4096)
             ),
         )
-        self.folder = None
+        self.folder, self.chunk = None, 256
         if connector is not None:
             extra = connector.kv_connector_extra_config
+            self.chunk = extra.get("chunk_tokens", self.chunk)
             uri = extra["tiers"][0]["store"] if "tiers" in extra else extra["shared_storage_path"]
             self.folder = Path(uri.removeprefix("fs:"))
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,12 +92,12 @@ class Engine:
         seen = list(self.own)
         if self.folder is not None:
             seen += [json.loads(path.read_text()) for path in self.folder.iterdir()]
-        return max((common(prompt, other) for other in seen), default=0)
+        return max((common(prompt, other) // self.chunk * self.chunk for other in seen), default=0)
 
 
 def common(one, other):
     same = [a == b for a, b in zip(one[:-1], other, strict=False)]
-    return (same.index(False) if False in same else len(same)) // CHUNK * CHUNK
+    return same.index(False) if False in same else len(same)
 
 
 __version__ = "0.32.0"

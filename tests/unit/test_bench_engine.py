@@ -138,6 +138,7 @@ def test_documents_begin_unlike_one_another():
         assert len({tuple(prompt) for prompt in one.prompts}) == 3
     with pytest.raises(ConfigError, match="no chunk"):
         conversations(range(20_000), [256], users=1, repeats=1)
+    assert conversations(range(20_000), [256], users=1, repeats=1, chunk_tokens=128)[0].tokens == 256
     with pytest.raises(ConfigError, match="too few"):
         conversations(range(1000), [2000], users=1, repeats=1)
 
@@ -174,6 +175,10 @@ def test_the_suite_prints_one_object(engine_python, model, tmp_path):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert re.search(r"900 .*768 +yes", done.stdout)
+    done = CliRunner().invoke(app, [*arguments, "--chunk-tokens", "128"])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"900 .*896 +yes", done.stdout)
+    assert "chunks of 128 tokens" in done.stdout.replace("\n", " ")
 
 
 def test_the_demo_is_warm_after_a_restart(engine_python, model):
@@ -191,7 +196,7 @@ def test_the_demo_is_warm_after_a_restart(engine_python, model):
     ("arguments", "said"),
     [
         (["bench", "--suite", "ttft", "--backend", "cpu"], "takes no --backend"),
-        (["bench", "--suite", "copy", "--engine-python", "x"], "--engine-python goes with --suite ttft"),
+        (["bench", "--suite", "copy", "--engine-python", "x"], "takes no --engine-python"),
         (["bench", "--suite", "ttft", "--engine-python", "/nowhere/python"], "make vllm-env"),
         (["vllm-demo", "--engine-python", "/nowhere/python"], "make vllm-env"),
         (["bench", "--suite", "ttft", "--store", "fs:a", "--store", "fs:b"], "give --store once"),
