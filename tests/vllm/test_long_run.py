@@ -74,6 +74,8 @@ def test_a_long_run(start, references, small, tmp_path, load):
     assert counters["vllm:external_prefix_cache_hits"] > 30_000
     *_, before, after = usage
     assert after.processes == before.processes
-    assert after.threads <= before.threads
+    # A pool starts a thread when it first has more to do than those it has: late, where loads come one at a time. What
+    # leaked with requests, or with reads that fail, would be dozens a round.
+    assert after.threads <= before.threads + 2
     assert after.descriptors <= before.descriptors
     assert after.rss < before.rss + (40 << 20)
