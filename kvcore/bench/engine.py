@@ -310,7 +310,8 @@ def engine_environment() -> dict[str, str]:
     wanted = {
         "OMP_NUM_THREADS": str(cores),
         # By itself vLLM keeps one core of an engine free, and two where it has a connector, if that leaves any: on two
-        # cores, one thread without a connector, and two with it. Engines that are compared have as many.
+        # cores, one thread without a connector, and two with it. Engines that are compared have as many. It would
+        # also want a NUMA node for each rank.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_WAIT_POLICY": "passive",
         "KMP_BLOCKTIME": "0",

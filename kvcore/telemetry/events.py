@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 
 from kvcore.engine.observer import EngineObserver
 from kvcore.telemetry import definitions as d
@@ -13,7 +14,7 @@ _MOST_REASONS = 32
 _OTHER = "other"
 
 
-class MetricsObserver(EngineObserver):
+class MetricsObserver(EngineObserver, ABC):
     """Turns events into counts, observations and states; a subclass keeps them.
 
     Notes
@@ -28,17 +29,17 @@ class MetricsObserver(EngineObserver):
 
     # --- what a subclass does
 
+    @abstractmethod
     def add(self, value: float, metric: d.Metric, *labels: str) -> None:
         """Add to a counter with these values of its own labels."""
-        raise NotImplementedError
 
+    @abstractmethod
     def observe(self, value: float, metric: d.Metric, *labels: str) -> None:
         """Take a value into a histogram."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set(self, value: float, metric: d.Metric, *labels: str) -> None:
         """Set a gauge."""
-        raise NotImplementedError
 
     # --- events
 

@@ -10,13 +10,7 @@ from .serving import SMALL, made_up
 pytestmark = pytest.mark.slow
 
 NEW, CACHED = 8, 768
-TWO_RANKS = {
-    **SMALL,
-    "in_process": False,
-    "tensor_parallel_size": 2,
-    # vLLM wants a NUMA node for each rank unless it is told where ranks run.
-    "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-}
+TWO_RANKS = {**SMALL, "in_process": False, "tensor_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
